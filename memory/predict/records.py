@@ -101,6 +101,10 @@ class WorkCounter:
         self.flops: Counter[str] = Counter()
         self.work: Done = {}
 
+    def counted(self) -> tuple[Counter[str], Done]:
+        """Return the FLOPs and the work so far, which counting goes on from."""
+        return self.flops.copy(), combined([(1, self.work)])
+
     def count(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, purpose: Purpose
     ) -> None:

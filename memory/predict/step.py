@@ -29,7 +29,7 @@ from memory.predict.prediction import (
     fullest_step,
     tier_of,
 )
-from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, total_flops, work_parts
+from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, combined, total_flops, work_parts
 from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.observer import observed_by
@@ -100,6 +100,7 @@ def track_step(
             with tracker.waiting_on_host(_tensors(batch) if fake and cuda else ()):
                 step.backward([batch], number)
                 update = len(tracker.trace)
+                tracker.of_micro_batch = tracker.counted()
                 step.update(number)
             tracker.step = StepEvents(start, update, len(tracker.trace))
             if after is not None:
@@ -110,7 +111,7 @@ def track_step(
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """What the tracker had counted when the step was over and validation began."""
+    """What the tracker had counted when the step was over and validation began, work for all micro-batches."""
 
     events: int
     allocated: int
@@ -128,7 +129,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
     whole_run: also what validation and the programs around training need. without_triton: as in `MemoryTracker`.
     """
     start = time.perf_counter()
-    is_cuda = settings.device.type != "cpu"
+    is_cuda, training = settings.device.type != "cpu", settings.training_of(stage)
     ends: list[_StepEnd] = []
     beside: dict[str, Done] = {}
 
@@ -137,7 +138,12 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         # The buckets of several processes have room for all gradients; those at the peak live in them.
         trained = sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters)
         bucket_bytes = max(0, trained - _breakdown(alive)["gradients"])
-        counts = (alive, tracker.flops, tracker.work, bucket_bytes)
+        # An update has as many micro-batches as are accumulated, but moves the weights once.
+        more = training.gradient_accumulation_steps - 1
+        flops, work = tracker.flops.copy(), combined([(1, tracker.work), (more, tracker.of_micro_batch[1])])
+        for name, number in tracker.of_micro_batch[0].items():
+            flops[name] += more * number
+        counts = (alive, flops, work, bucket_bytes)
         ends.append(_StepEnd(len(tracker.trace), peak["device"], peak["host"], tracker.phase_peaks, *counts))
         tracker.reset()
         if whole_run:
@@ -160,12 +166,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         for chosen in ({default, expandable, limits} if is_cuda else ())
     }
     grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
-    training = settings.training_of(stage)
-    updates = training.gradient_accumulation_steps
     num_phantoms = settings.data.num_phantoms or 0
     held_out = settings.data.num_held_out(num_phantoms) if num_phantoms else 0
     tier, alive = tier_of(settings, stage), end.alive
-    flops = {name: end.flops[name] * updates for name in ("forward", "backward", "recompute", "attention")}
+    flops = {name: end.flops[name] for name in ("forward", "backward", "recompute", "attention")}
     return Prediction(
         stage=stage,
         tier=tier,
@@ -183,9 +187,9 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
-        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
-        kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=work_parts(end.work, lambda shape: level_of(shape, grid), updates),
+        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE),
+        kernels=sum(work.kernels for work in end.work.values()),
+        work=work_parts(end.work, lambda shape: level_of(shape, grid)),
         beside={name: work_parts(done) for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=[num_phantoms - held_out, held_out],  # zeros if only the data can tell

@@ -6,6 +6,7 @@ order. The result is the peak, the storages alive at the peak, and the trace tha
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,17 @@ from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.kernels.timing import LAYOUT
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
-from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
+from memory.predict.records import (
+    WORKSPACE,
+    Allocation,
+    Done,
+    ModuleNames,
+    Place,
+    Purpose,
+    StepEvents,
+    Work,
+    WorkCounter,
+)
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime import cublas
 from runtime.observer import MemoryObserver, current_phase, observed_by
@@ -74,6 +85,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
         self._threads_with_cublas: set[bool] = set()
         self.step: StepEvents | None = None
+        self.of_micro_batch: tuple[Counter[str], Done] = (Counter(), {})  # counted before the weights move
         self.kept: set[int] = set()  # what libraries take once
         self.benchmarks = False  # whether cuDNN tries its algorithms at the first call of each convolution
         self.benchmarked: list[int] = []  # where it does, after which torch empties its cache

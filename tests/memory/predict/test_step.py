@@ -64,8 +64,8 @@ def test_a_prediction_for_a_cpu_follows_its_precision():
 
 
 def test_breakdown_adds_up_to_the_peak_and_names_what_trains():
-    knobs = {"ema_decay": 0.99, "slab_rows": 4, "optimizer": "adam"}
-    prediction = predict_step(make({f"{TRAINING}.{name}": value for name, value in knobs.items()}), "autoencoder")
+    changes = {f"{TRAINING}.ema_decay": 0.99, f"{TRAINING}.slab_rows": 4}
+    prediction = predict_step(make({**changes, f"{TRAINING}.optimizer": "adam"}), "autoencoder")
     assert sum(prediction.breakdown.values()) == prediction.peak_allocated_bytes
     parameters, gradients = prediction.breakdown["parameters"], prediction.breakdown["gradients"]
     assert prediction.breakdown["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
@@ -107,12 +107,24 @@ def test_checkpointing_trades_compute_for_memory():
 
 
 def test_compute_counts_all_micro_batches_of_an_update_and_memory_their_gradients():
-    # Muon's peak may be in the update, where one micro-batch has all gradients as well.
-    knobs = [{f"{TRAINING}.gradient_accumulation_steps": number, f"{TRAINING}.optimizer": "adam"} for number in (1, 4)]
-    one, four = (predict_step(make(changes), "autoencoder", whole_run=False) for changes in knobs)
+    one, four = (accumulated("adam", number) for number in (1, 4))
     assert four.flops["total"] == 4 * one.flops["total"]
     assert one.breakdown["gradients"] < 0.1 * one.breakdown["parameters"]
     assert four.breakdown["gradients"] == pytest.approx(four.breakdown["parameters"], rel=0.01)
+
+
+def test_muon_works_once_per_update_and_keeps_one_state_per_weight_of_a_kernel():
+    (one, four), (without, _) = ([accumulated(name, number) for number in (1, 4)] for name in ("muon", "adam"))
+    of_muon = one.flops["total"] - without.flops["total"]
+    assert of_muon > 0
+    assert four.flops["total"] == 4 * without.flops["total"] + of_muon
+    assert one.kernels < four.kernels < 4 * one.kernels
+    assert one.breakdown["parameters"] < one.breakdown["optimizer"] < without.breakdown["optimizer"]
+
+
+def accumulated(optimizer, number):
+    changes = {f"{TRAINING}.optimizer": optimizer, f"{TRAINING}.gradient_accumulation_steps": number}
+    return predict_step(make(changes), "autoencoder", whole_run=False)
 
 
 @pytest.mark.parametrize(
