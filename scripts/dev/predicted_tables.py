@@ -47,11 +47,11 @@ def of_predictions(root: Path) -> dict[Path, str]:
             return asked[key]
 
         def current(table: re.Match[str]) -> str:
-            special = {"presets": preset_table, "combinations": combination_table}
+            special = {"presets": preset_table, "combinations": combination_table, "rules of thumb": rules_table}
             return table["head"] + special.get(table["name"], guide_table)(table, ask)
 
         texts = preset_texts(ask)
-        for name in ("README.md", "README.zh-CN.md", "docs/memory_guide.md"):
+        for name in ("README.md", "README.zh-CN.md", "docs/memory_guide.md", "docs/memory_guide.zh-CN.md"):
             text = TABLE.sub(current, (root / name).read_text(encoding="utf-8"))
             texts[root / name] = OUTPUT.sub(lambda block: block[1] + output_of(block["command"]) + block[4], text)
     return texts
@@ -146,6 +146,21 @@ def combination_table(table: re.Match[str], ask: Ask) -> str:
         one, two = first.result(), second.result()
         sizes = [gib(nbytes, 2) for nbytes in (one.peak_allocated_bytes, one.required_bytes, two.required_bytes)]
         lines.append([*(cell.strip() for cell in line.split("|")[1:5]), *sizes, f"{_hours(one)} + {_hours(two)}"])
+    return _rows(lines)
+
+
+def rules_table(table: re.Match[str], ask: Ask) -> str:
+    """Return the rows that compare rules of thumb with what stock MONAI and this project need, and stock's speed."""
+    configs = guide_configs(table)
+    asked = [
+        [ask(s.with_overrides({"autoencoder.implementation": i})) for i in ("monai", "lean")] for s in configs.values()
+    ]
+    seconds = [stock.result().seconds_per_step(check_gpu(GPU)) for stock, _ in asked]
+    lines = []
+    for line, answers, time in zip(table["rows"].splitlines(), asked, seconds, strict=True):
+        config, memory, speed = (cell.strip() for cell in line.split("|")[1:4])
+        needs = [gib(answer.result().required_bytes) for answer in answers]
+        lines.append([config, memory, speed, *needs, f"{seconds[0] / time:.2f}x"])
     return _rows(lines)
 
 
