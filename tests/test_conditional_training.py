@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
 from diffusion.conditioning import Preparation, check_conditions, prepare_conditions
-from diffusion.latent_batches import LatentBatch, VolumeBatch
-from diffusion.latents import prepare_latents
+from diffusion.latents import LatentBatch, VolumeBatch, prepare_latents
 from diffusion.normalisation import Normalisation
 from models.volume_codec import VolumeCodec, frozen_codec
 from runtime.processes import Process
@@ -194,7 +193,7 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
     assert_montage_shows(Path("filled/montage_case_3_seed0_steps2.png"), *drawn, at=middle)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments) == 2
-    assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err
+    assert "--mask: not given; the run takes --condition and --mask together" in capsys.readouterr().err
     assert run_here("scripts/sample.py", "--run", "runs/tiny", "--labels", "maps") == 2
     assert "--labels: the run was trained without label maps; leave it out" in capsys.readouterr().err
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from data import Batch
 from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
-from diffusion.latent_batches import LatentBatch, VolumeBatch
-from diffusion.latents import Latents
+from diffusion.latents import LatentBatch, Latents, VolumeBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.pixel_loss import PixelLoss

@@ -17,8 +17,7 @@ from data.geometry import Geometry, geometry_of, in_planes
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure
-from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
-from diffusion.conditioning.space import Space
+from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
 from settings import DataError, DataSettings

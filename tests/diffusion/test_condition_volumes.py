@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.formats import write_nifti
-from diffusion.conditioning.space import KnownVoxels, filled
+from diffusion.conditioning.kind import KnownVoxels, filled
 from diffusion.conditioning.volume import hole_mask, lowered, on_latent_grid, read_condition, read_mask
 from settings import DataError
 from settings.conditioning import VolumeSettings

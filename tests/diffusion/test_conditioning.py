@@ -18,7 +18,7 @@ from diffusion.conditioning import (
     hidden,
     some_hidden,
 )
-from diffusion.latent_batches import LatentBatch
+from diffusion.latents import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
 from runtime.randomness import SampleNoise

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from data import BatchPlan, load_file, prepare_volumes
 from data.batches import VolumeOrder
 from diffusion.conditioning import NOTHING, ConditionBatch
-from diffusion.latent_batches import LatentBatch
-from diffusion.latents import Latents, prepare_latents
+from diffusion.latents import LatentBatch, Latents, prepare_latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler, sample_latents
 from runtime.processes import Process

@@ -9,7 +9,7 @@ from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
 from torch import Tensor
 
 from diffusion.noise_process import SMALLEST_SIGNAL, NoiseProcess
-from diffusion.samplers import ddpm
+from diffusion.sampling import ddpm
 from settings.ldm import SchedulerSettings
 
 CPU = torch.device("cpu")

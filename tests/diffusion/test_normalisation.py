@@ -33,7 +33,7 @@ def example_latents(number: int, seed: int = 0) -> torch.Tensor:
 
 
 def statistics_of(latents: torch.Tensor) -> Statistics:
-    statistics = Statistics(len(latents), SHAPE[0])
+    statistics = Statistics(len(latents), latents.shape[1:])
     for index, latent in enumerate(latents):
         statistics.add(index, latent)
     return statistics

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from diffusion.conditioning import ConditionBatch
 from diffusion.noise_process import NoiseProcess
-from diffusion.samplers import SAMPLERS
-from diffusion.sampling import guided, sample_latents
+from diffusion.sampling import SAMPLERS, guided, sample_latents
 from runtime.randomness import SampleNoise
 from settings import ConfigError, Settings
 from settings.ldm import LdmSettings, SchedulerSettings

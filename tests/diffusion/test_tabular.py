@@ -8,9 +8,9 @@ import pytest
 
 from data.tables import Row
 from data.volumes import VolumeFile
-from diffusion.conditioning.tabular import NumberCode, code_of, read_values
-from settings import DataError
-from settings.conditioning import TabularSettings
+from diffusion.conditioning.tabular import NumberCode, Tabular, code_of
+from settings import DataError, DataSettings
+from settings.conditioning import ConditioningSettings, TabularSettings
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,8 @@ def files(*names: str) -> list[VolumeFile]:
 
 def read_numbers(s: TabularSettings, files: list[VolumeFile]) -> tuple[list[Row], list[str]]:
     problems: list[str] = []
-    return list(read_values(s, files, problems).values()), problems
+    kind = Tabular(ConditioningSettings(tabular=s))
+    return list(kind.find(files, DataSettings(), problems).rows), problems
 
 
 def test_values_are_standardised_by_the_training_volumes_and_words_have_places():

@@ -9,7 +9,7 @@ from runtime.files import RUNS
 from runtime.processes import Process
 from settings import CheckpointError, Settings, stored
 from tests.support.tiny_config import TINY
-from training.resume import for_ranks
+from training.checkpoints import for_ranks
 
 
 @pytest.fixture

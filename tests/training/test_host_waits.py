@@ -10,8 +10,7 @@ from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from tests.training.host_waits import DEVICE, build, waits, without_values
-from training.recording.progress import RunClock
-from training.recording.recorder import Recorder
+from training.recording import Recorder, RunClock
 
 FP16 = {"mixed_precision": True, "amp_dtype": "float16"}
 ADVERSARIAL_START = 4

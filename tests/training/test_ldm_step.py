@@ -10,7 +10,7 @@ import torch
 
 from data import Batch
 from diffusion.conditioning import NOTHING, ConditionBatch
-from diffusion.latent_batches import LatentBatch
+from diffusion.latents import LatentBatch
 from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import CheckpointError, Settings

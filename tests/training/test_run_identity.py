@@ -20,7 +20,7 @@ from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, DataError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm
-from training.resume import ResumableRun, check_resumable
+from training.checkpoints import ResumableRun, check_resumable
 
 
 class TinyStep:

@@ -15,8 +15,8 @@ import torch
 
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError
-from training.recording.recorder import drop_later_lines
-from training.resume import check_resumable
+from training.checkpoints import check_resumable
+from training.recording import drop_later_lines
 from training.run_setup import check_run, open_run
 
 CPU = Process(torch.device("cpu"))

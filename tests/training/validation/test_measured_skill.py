@@ -24,8 +24,7 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import CheckpointError, Settings
 from tests.support.tiny_config import TINY
-from training.validation.skill import HeldOut, Skill, held_out, skill_in_words
-from training.validation.skill.linear_denoiser import MEAN_SHARES
+from training.validation.skill import MEAN_SHARES, NUM_LEVELS, HeldOut, Skill, skill_in_words
 
 CPU = Process(torch.device("cpu"))
 NUM_TRAIN, NUM_HELD_OUT = 12, 5
@@ -124,7 +123,7 @@ def test_the_linear_denoiser_has_skill_one_at_every_level_and_the_truth_has_none
     skill = skill_of(settings, values)
     found = skill(Estimator(settings, best_estimates(skill)))
     of_levels = [value for name, value in found.items() if name.startswith("val_skill_")]
-    assert of_levels == pytest.approx([1.0] * held_out.NUM_LEVELS, rel=1e-3)
+    assert of_levels == pytest.approx([1.0] * NUM_LEVELS, rel=1e-3)
     assert found["val_skill"] == pytest.approx(1.0, rel=1e-3)
     clean = (values[NUM_TRAIN:] - 2) * 0.5
     skill = skill_of(settings.with_overrides(of_batches(NUM_HELD_OUT)), values)

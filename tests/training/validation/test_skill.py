@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from training.validation.skill.linear_denoiser import (
+from training.validation.skill import (
     FILL_SHRINKAGES,
     MEAN_SHARES,
     SHRINKAGES,

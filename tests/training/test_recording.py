@@ -1,10 +1,12 @@
-"""The time that a run still takes, on a clock that the tests control."""
+"""The time that a run still takes, on a clock that the tests control, and the warning of one that waits for data."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from training.recording.progress import RunClock, duration_text
+from training.recording import DataWait, RunClock, duration_text
 
 
 class FakeTime:
@@ -72,20 +74,17 @@ def test_resumed_run_counts_from_its_first_step():
     assert clock.seconds_left(60) == pytest.approx(20)
 
 
-def test_time_left_is_announced_when_steps_and_when_a_validation_were_timed():
+def test_the_time_left_counts_validations_until_the_time_of_one_is_known():
     time = FakeTime()
     clock = RunClock(0, 20, validate_every=10, save_every=10, now=time)
-    assert clock.announcement(0) == ""
+    assert clock.text(0) == ""
     clock.step_done()
     time.now += 8
     clock.mark(9)
-    assert clock.announcement(9).startswith("time left: 11 s + 2 validations at 1 s per step")
-    assert clock.announcement(9) == ""
+    assert clock.text(9) == "11 s + 2 validations"
     time.now += 100
     clock.pause("validation", 100)
-    assert clock.announcement(11).startswith("time left: 1 min 49 s at 1 s per step")
-    assert clock.announcement(12) == ""
-    assert clock.announcement(20) == ""
+    assert clock.text(11) == "1 min 49 s"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +96,23 @@ def test_time_left_is_announced_when_steps_and_when_a_validation_were_timed():
 )
 def test_durations_are_written_in_two_units(seconds, text):
     assert duration_text(seconds) == text
+
+
+def test_waiting_is_reported_once_and_not_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    wait = DataWait()
+    assert wait.share(9.0, 10.0) == 0.9
+    for _ in range(2):
+        assert wait.share(2.0, 10.0) == 0.2
+        assert caplog.text == ""
+    for _ in range(3):
+        wait.share(2.0, 10.0)
+    assert caplog.text.count("waiting for data takes 20 % of the time; raise data.num_workers") == 1
+
+
+def test_a_run_that_hardly_waits_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    wait = DataWait()
+    for share in (0.9, 0.05, 0.2, 0.0, 0.0, 0.05):
+        wait.share(share, 1.0)
+    assert caplog.text == ""
+    assert wait.share(0.0, 0.0) == 0.0
