@@ -100,7 +100,7 @@ def test_output_in_a_file_is_one_plain_line_each_log_every(command, tiny_config)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     steps = [line for line in lines if line.startswith("autoencoder step ")]
-    figures = r"loss [\d.e-]+, [\d.e-]+ s per step(, .* left)?, peak \d+\.\d\d GiB(, .* waiting for data)?"
+    figures = r"loss [\d.e-]+, [\d.e-]+ s per step(, .* left)?, peak \d+\.\d\d GiB(, .* waiting for data: .*)?"
     found = [re.fullmatch(rf"autoencoder step (\d+)/60: {figures}", line) for line in steps]
     assert [match and match[1] for match in found] == ["10", "20", "30", "40", "50", "60"], steps
     assert "\r" not in done.stderr

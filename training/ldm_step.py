@@ -28,7 +28,7 @@ from runtime.observer import phase
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings
-from training.guard import FilesOf, no_names
+from training.guard import FilesOf
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class LatentDiffusionStep(TrainingStep):
         load_weights: bool = True,
         codec: VolumeCodec | None = None,
         latents: Latents | None = None,
-        files_of: FilesOf = no_names,
+        files_of: FilesOf = None,
     ) -> None:
         training = settings.ldm.training
         super().__init__(settings, training, process, files_of)

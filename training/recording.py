@@ -141,31 +141,6 @@ def duration_text(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-class DataWait:
-    """Adds up the waiting time over log lines and warns once, with what to change."""
-
-    def __init__(self) -> None:
-        self._lines, self._waited, self._elapsed, self._has_warned = 0, 0.0, 0.0, False
-
-    def share(self, waited: float, elapsed: float) -> float:
-        """Return the share of one log line; warn once if it stays above `LARGEST_WAIT`.
-
-        The first line, which includes the start of the workers, is not counted, and two more are awaited.
-        """
-        self._lines += 1
-        if self._lines > 1:
-            self._waited, self._elapsed = self._waited + waited, self._elapsed + elapsed
-        total = self._waited / self._elapsed if self._elapsed > 0 else 0.0
-        if self._lines > 3 and total > LARGEST_WAIT and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "waiting for data takes %.0f %% of the time; raise data.num_workers, set data.prepared: disk or memory "
-                "if it is none, or turn data.use_augmentation off",
-                100 * total,
-            )
-        return waited / elapsed if elapsed > 0 else 0.0
-
-
 class Recorder:
     """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
@@ -177,7 +152,6 @@ class Recorder:
         self._samples = 0
         self._bar: Any = None
         self._waited = 0.0
-        self._data_wait = DataWait()
         if process.is_rank_zero:
             # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
@@ -186,11 +160,9 @@ class Recorder:
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
-            style = _TIMED_BAR if last_step is None else _BAR
             if sys.stderr.isatty():
-                self._bar = ProgressBar(
-                    total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style
-                )
+                style = {"dynamic_ncols": True, "bar_format": _TIMED_BAR if last_step is None else _BAR}
+                self._bar = ProgressBar(total=last_step, initial=first_step, desc=stage, **style)
 
     def __enter__(self) -> Recorder:
         return self
@@ -223,7 +195,7 @@ class Recorder:
         now = time.perf_counter()
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
-        line[_WAITING] = self._data_wait.share(self._waited, now - self._since)
+        line[_WAITING] = self._waited / (now - self._since)
         self._waited = 0.0
         line |= extra
         self.clock.mark(step)
@@ -244,7 +216,7 @@ class Recorder:
             f"{speed:.3g} s per step" if speed else "",
             f"{left} left" if left else "",
             f"peak {peak:.2f} GiB" if peak is not None else "",
-            f"{waiting} of the time waiting for data" if waiting else "",
+            f"{waiting} of the time waiting for data: raise data.num_workers" if waiting else "",
         ]
         step_lines.info("%s", ", ".join(filter(None, words)))
         if self._bar is not None:
