@@ -24,7 +24,7 @@ from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings
 from settings.conditioning import ConditioningSettings
-from tests.training.step_gradients import gradients
+from tests.training.steps import gradients
 from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))

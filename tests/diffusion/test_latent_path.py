@@ -16,30 +16,19 @@ from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.latents import LatentBatch, Latents, prepare_latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler, sample_latents
-from runtime.processes import Process
 from runtime.randomness import SampleNoise
-from settings import Settings
+from tests.training.steps import CPU, ldm_step
 from training.ldm_step import LatentDiffusionStep
 from training.validation.ldm_validation import LdmValidation, sample_preview
 from training.validation.skill import NUM_LEVELS
 
-CPU = Process(torch.device("cpu"))
 SCALE = 0.25
 
 
-def make_step(values, **ldm) -> LatentDiffusionStep:
-    values = copy.deepcopy(values)
-    for section, changes in ldm.items():
-        values["ldm"].setdefault(section, {}).update(changes)
-    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.normalisation = Normalisation.uniform(3, SCALE)
-    # Convolutions that begin at zero would hide what the network is given.
-    generator = torch.Generator().manual_seed(1)
-    for parameter in step.unet.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.1, generator=generator)
+def made_step(values, **ldm) -> LatentDiffusionStep:
+    step = ldm_step(values, SCALE, **ldm)
     # Norms hide the scale of what they are given, except where it is added to something.
-    nn.init.normal_(step.autoencoder.post_quant_conv.conv.bias, std=3.0, generator=generator)
+    nn.init.normal_(step.autoencoder.post_quant_conv.conv.bias, std=3.0, generator=torch.Generator().manual_seed(1))
     return step
 
 
@@ -53,7 +42,7 @@ def make_batch(step: LatentDiffusionStep, positions: tuple[int, ...], labels: Te
 @pytest.mark.parametrize("cache", ["disk", "memory", "none"])
 def test_stage_two_trains_on_the_means_of_the_latents(tiny_values, tmp_path, monkeypatch, cache):
     monkeypatch.chdir(tmp_path)
-    step = make_step(tiny_values, latents={"cache": cache})
+    step = made_step(tiny_values, latents={"cache": cache})
     nn.init.constant_(step.autoencoder.quant_conv_log_sigma.conv.bias, 6.0)  # a sigma of about 20
     volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
     latents = prepare_latents(step.codec, volumes, step.settings, CPU)
@@ -108,7 +97,7 @@ SCHEDULERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", SCHEDULERS, ids=["epsilon", "v", "rflow"])
 def test_the_update_trains_on_scaled_latents_noised_and_targeted_by_the_formulas(tiny_values, changes):
-    step = make_step(tiny_values, **changes)
+    step = made_step(tiny_values, **changes)
     batches = [make_batch(step, (20, 21)), make_batch(step, (22, 23)), make_batch(step, (24, 25))]
     loss, expected, times = expected_pass(step, batches)
     assert len(set(times.tolist())) == 6
@@ -121,7 +110,7 @@ def test_the_update_trains_on_scaled_latents_noised_and_targeted_by_the_formulas
 
 def test_bfloat16_trains_on_the_same_objective(tiny_values):
     tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "bfloat16"}
-    step = make_step(tiny_values, **SCHEDULERS[1])
+    step = made_step(tiny_values, **SCHEDULERS[1])
     batches = [make_batch(step, (20,)), make_batch(step, (21,))]
     loss, expected, _ = expected_pass(step, batches)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -133,7 +122,7 @@ def test_bfloat16_trains_on_the_same_objective(tiny_values):
 
 
 def test_samples_are_decoded_from_unscaled_latents(tiny_values):
-    step = make_step(tiny_values, scheduler={"prediction": "v"})
+    step = made_step(tiny_values, scheduler={"prediction": "v"})
     settings, shape = step.settings, step.settings.latent_shape
     step.unet.eval()
     drawn = sample_latents(
@@ -169,7 +158,7 @@ class KnowsTheAnswer(nn.Module):
 @pytest.mark.parametrize("changes", SCHEDULERS, ids=["epsilon", "v", "rflow"])
 def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_from(tiny_values, changes):
     """The round trip of both stages: encode, scale as in training, draw, unscale as in sampling, decode."""
-    step = make_step(tiny_values, **changes)
+    step = made_step(tiny_values, **changes)
     image = torch.rand(1, 16, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
     mean = step.codec.encode(image)
     clean = step.clean_latents(LatentBatch(mean[None], (0,)))
@@ -182,7 +171,7 @@ def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_fr
 def encoded(tiny_values, tmp_path, monkeypatch) -> tuple[LatentDiffusionStep, Latents]:
     """A step with averaged weights of its own, and the latents of phantoms."""
     monkeypatch.chdir(tmp_path)
-    step = make_step(tiny_values, training={"ema_decay": 0.9}, **SCHEDULERS[1])
+    step = made_step(tiny_values, training={"ema_decay": 0.9}, **SCHEDULERS[1])
     volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
     latents = prepare_latents(step.codec, volumes, step.settings, CPU)
     step.normalisation = latents.normalisation

@@ -138,26 +138,6 @@ def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(tr
     torch.testing.assert_close(load_file(weights), exported, rtol=0, atol=0)
 
 
-def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkeypatch):
-    assert train("autoencoder", "name=undisturbed") == 0
-    made.clear()
-    with monkeypatch.context() as patch:
-        fail_in_validation(patch, "autoencoder", (1,), KeyboardInterrupt())
-        assert train("autoencoder") == INTERRUPTED
-    assert train("autoencoder") == 0
-    assert made == [1, 2, 3, 4, 5, 6]
-    here, there = (Path("runs") / name for name in ("tiny", "undisturbed"))
-    torch.testing.assert_close(
-        load_file(here / "autoencoder.safetensors"), load_file(there / "autoencoder.safetensors"), rtol=0, atol=0
-    )
-
-    def results(run: Path) -> list[Any]:
-        found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("reconstruction"), line.get("val_psnr")) for line in found]
-
-    assert results(here) == results(there)
-
-
 def test_ranks_wait_for_the_preview_before_the_next_step(train, made, monkeypatch):
     """Rank zero draws and shows it alone; gradients would wait for 30 minutes at most."""
     events: list[str] = []
@@ -235,8 +215,5 @@ def test_a_run_with_a_time_limit_ends_there_with_its_learning_rate_and_resumes_w
     assert train(stage, decay, "--minutes", "1.5") == 0
     assert len(made) == 9
     assert train(stage, decay, "--hours", "2") == 2
-
-
-def test_a_time_is_hours_or_minutes_not_both(train):
-    assert train("autoencoder", "--hours", "1", "--minutes", "5") == 2
-    assert train("autoencoder", "--hours", "0") == 2
+    assert train(stage, "--hours", "1", "--minutes", "5") == 2
+    assert train(stage, "--hours", "0") == 2

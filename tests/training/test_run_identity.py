@@ -135,22 +135,13 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towards_it(stage, caplog):
-    caplog.set_level(logging.INFO)
+def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towards_it(stage):
     key = f"{stage}.training.max_steps"
-    for decay in ("none", "cosine"):
-        before = Settings().with_overrides(
-            {key: 100, f"{stage}.training.learning_rate_decay": decay, f"{stage}.training.warmup_steps": 0}
-        )
-        after = before.with_overrides({key: 200})
-        if decay == "none":
-            check_resumable(stage, before, after, 4, 4)
-            assert f"does not affect the result: {key}: 100 -> 200" in caplog.text
-            continue
-        with pytest.raises(CheckpointError) as caught:
-            check_resumable(stage, before, after, 4, 4)
-        assert f"{key}: 100 -> 200 (learning_rate_decay cosine ends there)" in str(caught.value)
-        assert "set these back to resume, or choose another name" in str(caught.value)
+    before = Settings().with_overrides({key: 100, f"{stage}.training.learning_rate_decay": "cosine"})
+    with pytest.raises(CheckpointError) as caught:
+        check_resumable(stage, before, before.with_overrides({key: 200}), 4, 4)
+    assert f"{key}: 100 -> 200 (learning_rate_decay cosine ends there)" in str(caught.value)
+    assert "set these back to resume, or choose another name" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
@@ -195,22 +186,10 @@ def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, 
         said = capsys.readouterr().err
         assert "ldm.safetensors: was trained on latents of an autoencoder whose weights differ from" in said
         assert "restore that autoencoder, or train stage 2 on this one under another name" in said
-    # A file from before the hash was kept.
+    # An imported file has no hash.
     weights = tmp_path / "runs/tiny/ldm.safetensors"
     state, metadata = load_weights(weights)
     del metadata["autoencoder"]
     save_weights(weights, state, metadata)
     assert run_here(*sample) == 0
     assert "does not record which autoencoder it was trained on" in capsys.readouterr().err
-
-
-def test_equal_weights_and_metadata_make_equal_files(tmp_path):
-    metadata = {name: {"Größe": name} for name in ("stage", "settings", "latent_scale", "autoencoder", "frame")}
-    files = []
-    for number in range(8):
-        save_weights(tmp_path / f"{number}.safetensors", {"a": torch.arange(3.0)}, metadata)
-        files.append((tmp_path / f"{number}.safetensors").read_bytes())
-    assert len(set(files)) == 1
-    state, read = load_weights(tmp_path / "0.safetensors")
-    assert read == metadata
-    assert torch.equal(state["a"], torch.arange(3.0))
