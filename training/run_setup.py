@@ -137,7 +137,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
-    """Return grid, latent shape, parameter counts, noise process, effective batch and steps per pass, one per line."""
+    """Return grid, latent shape, parameter counts, effective batch and steps per pass, one per line."""
     is_first = stage == "autoencoder"
     with torch.device("meta"):
         networks = {"autoencoder": build_autoencoder(settings.autoencoder)}
@@ -161,11 +161,6 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
-    scheduler = settings.ldm.scheduler
-    if not is_first and scheduler.type == "rflow":
-        lines["noise process"] = "rflow, predicts the flow; prediction and schedule are for ddpm and have no effect"
-    elif not is_first:
-        lines["noise process"] = f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 

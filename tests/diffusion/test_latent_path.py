@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from diffusion.latents import LatentBatch, Latents, prepare_latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler, sample_latents
 from runtime.randomness import SampleNoise
+from tests.diffusion.test_noise_process import alpha_bar
 from tests.training.steps import CPU, ldm_step
 from training.ldm_step import LatentDiffusionStep
 from training.validation.ldm_validation import LdmValidation, sample_preview
@@ -58,19 +58,11 @@ def test_stage_two_trains_on_the_means_of_the_latents(tiny_values, tmp_path, mon
 def signal_and_level(step: LatentDiffusionStep, times: Tensor) -> tuple[Tensor, Tensor]:
     """Alpha bar from a loop over the betas, or the straight line of rectified flow."""
     s = step.settings.ldm.scheduler
-    signals, levels = [], []
-    for time in times.tolist():
-        if s.type == "rflow":
-            level = time / s.num_train_timesteps
-            signal = 1 - level
-        else:
-            assert s.schedule == "scaled_linear_beta"
-            roots = torch.linspace(0.0015**0.5, 0.0195**0.5, s.num_train_timesteps, dtype=torch.float64)
-            kept = math.prod(1 - root**2 for root in roots[: time + 1].tolist())
-            signal, level = math.sqrt(kept), math.sqrt(1 - kept)
-        signals.append(signal)
-        levels.append(level)
-    return torch.tensor(signals).view(-1, 1, 1, 1, 1), torch.tensor(levels).view(-1, 1, 1, 1, 1)
+    if s.type == "rflow":
+        level = times / s.num_train_timesteps
+        return (1 - level).view(-1, 1, 1, 1, 1), level.view(-1, 1, 1, 1, 1)
+    kept = torch.tensor(alpha_bar(s), dtype=torch.float64)[times].view(-1, 1, 1, 1, 1)
+    return kept.sqrt().float(), (1 - kept).sqrt().float()
 
 
 def expected_pass(step: LatentDiffusionStep, batches: list[LatentBatch]) -> tuple[Tensor, list[Tensor], Tensor]:

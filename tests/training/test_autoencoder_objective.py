@@ -121,16 +121,6 @@ def test_before_its_start_the_discriminator_has_no_part_in_the_gradients(tiny_va
     assert not late.is_adversarial(STEP - 1)
 
 
-def test_the_noise_of_the_latent_moves_with_the_position(tiny_values):
-    step = make_step(tiny_values, adversarial_weight=0.0)
-    [batch] = make_batches(step, 1, 1)
-    first = step.backward([batch], 0)["reconstruction"]
-    again = step.backward([batch], 1)["reconstruction"]
-    other = step.backward([Batch(batch.image, (11,), None, batch.files)], 0)["reconstruction"]
-    assert first == again
-    assert first != other
-
-
 def test_the_perceptual_term_is_told_the_step(tiny_values):
     step = make_step(tiny_values)
     told: list[int] = []

@@ -31,16 +31,10 @@ def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
     assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in said
 
 
-def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_leaves_unused(tiny_values):
-    settings = Settings.model_validate(tiny_values)
-    assert "noise process:   ddpm, 1000 timesteps, predicts epsilon" in summarise(settings, "ldm", 4)
-    assert "noise process" not in summarise(settings, "autoencoder", 4)
-    limited = settings.with_overrides({"ldm.training.max_hours": 0.25})
+def test_the_summary_says_how_long_a_run_is_and_over_how_many_volumes(tiny_values):
+    limited = Settings.model_validate(tiny_values).with_overrides({"ldm.training.max_hours": 0.25})
     assert "stage ldm, 15 min 0 s\n" in summarise(limited, "ldm", 1)
-    assert "over 1 training volume\n" in summarise(limited, "ldm", 1)
-    flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
-    said = summarise(settings.with_overrides(flow), "ldm", 4)
-    assert "rflow, predicts the flow; prediction and schedule are for ddpm" in said
+    assert summarise(limited, "ldm", 1).endswith("over 1 training volume")
 
 
 CPU = Process(torch.device("cpu"))
