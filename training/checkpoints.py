@@ -311,12 +311,9 @@ def for_ranks(settings: Settings, stage: str, process: Process) -> Settings:
     steps = process.broadcast(steps)
     if steps is None:
         return settings
-    key = f"{stage}.training.gradient_accumulation_steps"
-    configured = settings.training_of(stage).gradient_accumulation_steps
-    log.info(
-        "%s: %d -> %d, so that an update on %d ranks has as many volumes as before",
-        key, configured, steps, process.world_size,
-    )  # fmt: skip
+    key, configured = f"{stage}.training.gradient_accumulation_steps", settings.training_of(stage)
+    change = f"{key}: {configured.gradient_accumulation_steps} -> {steps}"
+    log.info("%s, so that an update on %d ranks has as many volumes as before", change, process.world_size)
     return settings.with_overrides({key: steps})
 
 

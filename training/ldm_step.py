@@ -18,16 +18,17 @@ from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, err
 from diffusion.latents import LatentBatch, Latents, VolumeBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
-from diffusion.pixel_loss import PixelLoss
-from models import build_unet
+from models import StockAutoencoder, build_unet
 from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_into
 from runtime.files import RunFolder
 from runtime.observer import phase
+from runtime.precision import Precision
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings
+from settings.ldm import PixelLossSettings
 from training.guard import FilesOf
 from training.step import TrainingStep
 
@@ -35,6 +36,67 @@ log = logging.getLogger(__name__)
 
 # Consecutive multiples of the golden ratio, modulo 1, cover [0, 1) more evenly than random numbers.
 _GOLDEN_RATIO = 0.6180339887498949
+
+
+class PixelLoss:
+    """Mean squared error of decoded latents, computed in chunks, each with its own backward to the latent.
+
+    The decoder is frozen, but gradients pass through it to the U-Net, so it needs as much activation memory as in
+    training. Chunks limit how many volumes are decoded at once, and checkpointing limits the cost of one volume; both
+    are needed.
+    """
+
+    def __init__(self, s: PixelLossSettings, autoencoder: StockAutoencoder, precision: Precision) -> None:
+        self.weight = s.weight
+        self.chunk_size = s.chunk_size
+        self.is_adaptive = s.adaptive_chunk
+        self.autoencoder = autoencoder
+        self.precision = precision
+
+    def __call__(
+        self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the gradient of `factor` times the loss with respect to `predicted`.
+
+        Both latents are as the decoder expects them. `sample_weights` (B) weights the volumes of the batch.
+        The gradient is multiplied by the float16 loss scale, if any. With `adaptive_chunk`, running out of memory
+        halves the chunk size for the rest of the run and logs a warning.
+        """
+        total = torch.zeros((), device=predicted.device)
+        gradient = torch.empty_like(predicted)
+        start = 0
+        while start < len(predicted):
+            part = slice(start, start + self.chunk_size)
+            try:
+                loss, gradient[part] = self._chunk(
+                    predicted[part], clean[part], sample_weights[part], len(predicted), factor
+                )
+            except torch.OutOfMemoryError:
+                if not self.is_adaptive or self.chunk_size == 1:
+                    raise
+                self.chunk_size //= 2
+                log.warning(
+                    "out of memory in the pixel loss: continuing with ldm.training.pixel_loss.chunk_size %d",
+                    self.chunk_size,
+                )
+                torch.cuda.empty_cache()
+                continue
+            total = total + loss
+            start = part.stop
+        return total, gradient
+
+    def _chunk(
+        self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, batch_size: int, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        # Detached, so that the graph of this chunk ends here and is freed before the next chunk.
+        latent = predicted.detach().requires_grad_()
+        with self.precision.autocast():
+            with torch.no_grad():
+                target = self.autoencoder.decode(clean).float()
+            error = self.autoencoder.decode(latent).float() - target
+            loss = (error.square().flatten(1).mean(dim=1) * sample_weights).sum() / batch_size
+        scaled = self.precision.scaler.scale(factor * loss)
+        return loss.detach(), torch.autograd.grad(scaled, latent)[0]
 
 
 class LatentDiffusionStep(TrainingStep):

@@ -1,34 +1,17 @@
-"""What a run says first and last: its summary, a warning if stage 2 would refuse the config, and the next command."""
+"""What a run says first and last: its summary, and the next command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from data import DataSplit, VolumeFile
 from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from training.ldm_step import LatentDiffusionStep
-from training.run_setup import summarise, warn_of_stage_two
-
-FILES = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
-VOLUMES = DataSplit(FILES[:1], FILES[1:], ("healthy", "lesion"))
-
-
-def warnings(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
-    caplog.clear()
-    warn_of_stage_two(Settings.model_validate(values), VOLUMES, Process(torch.device("cpu")))
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
-    tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
-    (said,) = warnings(tiny_values, caplog)
-    assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in said
+from training.run_setup import summarise
 
 
 def test_the_summary_says_how_long_a_run_is_and_over_how_many_volumes(tiny_values):

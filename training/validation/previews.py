@@ -41,24 +41,19 @@ class Row:
 
     @classmethod
     def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> Row:
-        """Cut three planes of a (D, H, W) volume as `planes_at` does, in a size that is easy to see."""
-        return cls(label, planes_at(volume, spacing_mm, at))
+        """Cut the planes of a (D, H, W) volume through a voxel, the middle one unless given, in a size easy to see.
 
-
-def planes_at(volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> list[Tensor]:
-    """Return the planes of a (D, H, W) volume through a voxel, the middle one unless given.
-
-    They have true proportions, each with its last axis pointing up.
-    """
-    place = [length // 2 for length in volume.shape] if at is None else at
-    extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
-    scale = PLANE_PIXELS / max(extents)
-    planes = []
-    for axis in range(3):
-        plane = torch.rot90(volume.select(axis, place[axis])).float().cpu()
-        across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
-        planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
-    return planes
+        They have true proportions, each with its last axis pointing up.
+        """
+        place = [length // 2 for length in volume.shape] if at is None else at
+        extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
+        scale = PLANE_PIXELS / max(extents)
+        planes = []
+        for axis in range(3):
+            plane = torch.rot90(volume.select(axis, place[axis])).float().cpu()
+            across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
+            planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
+        return cls(label, planes)
 
 
 def picture_of(rows: Sequence[Row]) -> Tensor:

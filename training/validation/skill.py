@@ -63,20 +63,14 @@ MEAN_SHARES = (0.0, 0.5, 1.0)
 def skill_in_words(skill: float, has_holes: bool = False) -> str:
     """Return what a mean skill says about the network; as much as three digits show."""
     skill = round(skill, 3)
-    where, given = (" in the hole", " given the rest of the volume") if has_holes else ("", "")
+    error = f"skill {skill:.3f}: the network's held-out error" + (" in the hole" if has_holes else "")
+    opponent = "the best linear denoiser" + (" given the rest of the volume" if has_holes else "")
     if skill < 1:
-        below = f"on average {1 - skill:.1%} below that of the best linear denoiser{given}"
-        return f"skill {skill:.3f}: the network's held-out error{where} is {below}"
+        return f"{error} is on average {1 - skill:.1%} below that of {opponent}"
+    why = "the network is no better yet than one who knows only means and covariances; train longer, or compress more"
     if skill > 10:
-        return (
-            f"skill {skill:.3f}: the network's held-out error{where} is {skill:.0f} times that of the best linear "
-            f"denoiser{given}; it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly "
-            "exact"
-        )
-    return (
-        f"skill {skill:.3f}: the network is no better yet{where} than the best linear denoiser{given}, which has 1 and "
-        "knows only means and covariances; train longer, or compress more"
-    )
+        why = "it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly exact"
+    return f"{error} is {skill:.3g} times that of {opponent}; {why}"
 
 
 @dataclass(frozen=True)

@@ -265,10 +265,13 @@ def test_in_runs_that_fill_holes_only_the_hole_counts_and_the_opponent_is_given_
             0.8944,
             "skill 0.894: the network's held-out error is on average 10.6% below that of the best",
         ),
-        (0.9997, "skill 1.000: the network is no better yet than the best linear denoiser"),
+        (
+            0.9997,
+            "skill 1.000: the network's held-out error is 1 times that of the best linear denoiser; the",
+        ),
         (
             25.2,
-            "skill 25.200: the network's held-out error is 25 times that of the best linear denoiser; it",
+            "skill 25.200: the network's held-out error is 25.2 times that of the best linear denoiser; it",
         ),
     ],
 )
