@@ -50,15 +50,6 @@ def test_a_dry_run_without_a_gpu_predicts_for_one_and_takes_seconds(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_named_card_the_dry_run_says_which_one_it_took(command, tiny_config):
-    done = command("train_autoencoder.py", "--config", tiny_config, "--dry-run", "device.type=auto")
-    assert done.returncode == 0, done.stderr
-    if not torch.cuda.is_available():
-        assert re.search(r"Time on A100 80GB SXM: [\d.]+ to [\d.]+ m?s an update", done.stderr)
-        assert "--gpu NAME predicts the time on another GPU" in done.stderr
-        assert "on this CPU, memory and time are not predicted for so small a run" in done.stderr
-
-
 def test_a_gpu_is_named_for_a_dry_run_only(command, tiny_config):
     done = command("train_autoencoder.py", "--config", tiny_config, "--gpu", "RTX 4090")
     assert done.returncode == 2

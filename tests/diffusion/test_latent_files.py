@@ -31,14 +31,20 @@ def cache(tmp_path) -> TensorCache:
     return found
 
 
-def test_a_latent_comes_back_with_its_facts(cache):
+def test_a_latent_comes_back_with_its_facts_in_its_shape(cache):
     found = cache.find("b")
     assert found is not None
     assert found[1] == FACTS
     assert torch.equal(found[0], MEAN + 1)
     assert torch.equal(cache.read("b", ""), MEAN + 1)
     assert cache.find("c") is None
-    assert {path.suffix for path in cache.arrays.folder.iterdir()} == {".volume"}
+    other = TensorCache(cache.arrays.folder, (3, 2, 2, 1))
+    assert other.find("a") is None
+    with pytest.raises(DataError, match="cannot be used, it holds something else"):
+        other.read("a", "latent")
+    (cache.arrays.folder.parent / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
+        TensorCache(cache.arrays.folder.parent / "file", SHAPE).write("a", "latent of v0.nii.gz", MEAN)
 
 
 def test_a_latent_has_the_name_of_the_content_of_its_volume(folder, tmp_path):
@@ -81,19 +87,6 @@ def test_a_latent_that_is_not_the_one_written_is_never_read_and_is_made_again(ca
     assert cache.find("a") is None
     assert "; it is made again" in caplog.text
     assert cache.find("b") is not None
-
-
-def test_a_latent_of_another_shape_is_not_used(cache):
-    other = TensorCache(cache.arrays.folder, (3, 2, 2, 1))
-    assert other.find("a") is None
-    with pytest.raises(DataError, match="cannot be used, it holds something else"):
-        other.read("a", "latent")
-
-
-def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
-    (tmp_path / "latents").write_text("in the way")
-    with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
-        TensorCache(tmp_path / "latents", SHAPE).write("a", "latent of v0.nii.gz", MEAN)
 
 
 def test_the_key_follows_weights_precision_and_reading_and_nothing_else():

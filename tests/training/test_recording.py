@@ -61,17 +61,6 @@ def test_validations_left_are_those_that_the_loop_will_make():
             assert clock.validations_left(step) == len(made)
 
 
-def test_resumed_run_counts_from_its_first_step():
-    time = FakeTime()
-    clock = RunClock(50, 100, validate_every=100, save_every=100, now=time)
-    time.now += 7
-    clock.step_done()
-    time.now += 4.5
-    clock.mark(60)
-    assert clock.seconds_per_step == pytest.approx(0.5)
-    assert clock.seconds_left(60) == pytest.approx(20)
-
-
 def test_the_time_left_counts_validations_until_the_time_of_one_is_known():
     time = FakeTime()
     clock = RunClock(0, 20, validate_every=10, save_every=10, now=time)

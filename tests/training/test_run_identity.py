@@ -81,21 +81,15 @@ def run_of(settings: Settings) -> ResumableRun:
     return ResumableRun(step, RunFolder(Path("run")), volumes_of(settings))
 
 
-def test_a_volume_replaced_under_its_name_is_not_resumed_on(source, tiny_values):
-    settings = tiny(source, tiny_values)
-    run_of(settings).save(1)
+def test_a_run_goes_on_with_volumes_that_moved_and_not_with_one_replaced_under_its_name(source, tiny_values, tmp_path):
+    run_of(tiny(source, tiny_values)).save(1)
+    os.utime(source / "v1.nii", ns=(1, 1))
+    moved = source.rename(tmp_path / "elsewhere")
+    settings = tiny(moved, tiny_values)
     assert run_of(settings).resume() == 1
-    replace_content(source / "v2.nii")
+    replace_content(moved / "v2.nii")
     with pytest.raises(CheckpointError, match=r"the content of v2\.nii changed; put the files back to resume"):
         run_of(settings).resume()
-
-
-def test_a_run_goes_on_when_its_volumes_were_touched_and_moved(source, tiny_values, tmp_path):
-    settings = tiny(source, tiny_values)
-    run_of(settings).save(1)
-    os.utime(source / "v1.nii", ns=(1, 1))
-    source.rename(tmp_path / "elsewhere")
-    assert run_of(tiny(tmp_path / "elsewhere", tiny_values)).resume() == 1
 
 
 def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
@@ -144,24 +138,23 @@ def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towar
     assert "set these back to resume, or choose another name" in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
-def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
+def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch):
     settings = tiny(source, tiny_values)
     run = run_of(settings)
     run.save(1)
 
     def fail(*_: object, **__: object) -> None:
-        raise error("a mistake in the program")
+        raise TypeError("a mistake in the program")
 
     with monkeypatch.context() as patch:
         patch.setattr(TinyStep, "load_state_dict", fail)
-        with pytest.raises(error, match="a mistake"):
+        with pytest.raises(TypeError, match="a mistake"):
             run.resume()
     path = run.checkpoints.newest()
     assert path is not None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
-        with pytest.raises(error, match="a mistake"):
+        with pytest.raises(TypeError, match="a mistake"):
             run.checkpoints.read(path)
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CheckpointError, match="cannot be read"):

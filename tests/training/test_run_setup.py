@@ -48,13 +48,6 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
         assert folder.path.is_dir()
 
 
-def test_a_run_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs").write_text("in the way")
-    with pytest.raises(UserError, match=r"runs/run: cannot be written \(Not a directory\); make it writable"):
-        open_run(Settings(), CPU).__enter__()
-
-
 def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):
     monkeypatch.chdir(tmp_path)
     settings = Settings.model_validate(tiny_values)
@@ -120,10 +113,15 @@ def test_lines_after_the_checkpoint_are_dropped_before_they_are_written_again(tm
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_metrics_that_are_not_a_regular_file_are_refused(tmp_path, monkeypatch, make):
+def test_metrics_and_run_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)
     make(metrics)
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be used \(.*\); move it away"):
+        open_run(Settings(), CPU).__enter__()
+    metrics.parent.rename("elsewhere")
+    Path("runs").rmdir()
+    Path("runs").write_text("in the way")
+    with pytest.raises(UserError, match=r"runs/run: cannot be written \(Not a directory\); make it writable"):
         open_run(Settings(), CPU).__enter__()
