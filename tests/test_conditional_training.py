@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
-from diffusion.conditioning import Preparation, check_conditions, prepare_conditions
+from diffusion.conditioning import check_conditions
 from diffusion.latents import LatentBatch, VolumeBatch, prepare_latents
 from diffusion.normalisation import Normalisation
 from models.volume_codec import VolumeCodec, frozen_codec
@@ -93,10 +93,11 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     assert all(f'"{role}"' in page for role in ("labelmap_0", "sample_0", "target_0"))
 
 
-def test_batches_are_the_same_wherever_latents_are_kept(config):
+@pytest.mark.parametrize(("encoding", "num_channels"), [("resample", 1), ("autoencoder", 3)])
+def test_batches_are_the_same_wherever_latents_are_kept_and_volumes_normalised(config, encoding, num_channels):
     found = []
     for cache in ("disk", "memory", "none"):
-        settings = load_settings(config, [f"ldm.latents.cache={cache}", f"{VOLUME}.encoding=resample", *HOLE])
+        settings = load_settings(config, [f"ldm.latents.cache={cache}", f"{VOLUME}.encoding={encoding}", *HOLE])
         process = Process(torch.device("cpu"))
         volumes = prepare_volumes(settings.data, settings.seed, 1)
         codec = frozen_codec(settings, process)
@@ -106,32 +107,18 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         conditions = [batch.condition for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
         found.append(([one.unet_inputs["channels"] for one in conditions], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
+    parts = latents.condition(range(len(volumes.train))).parts
+    labels, values, known = parts["label map"], parts["volume"][:, :-1].double(), parts["volume"][:, -1:]
+    torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
+    torch.testing.assert_close(values.mean(dim=(0, 2, 3, 4)), torch.zeros(num_channels).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(values.square().mean(dim=(0, 2, 3, 4)), torch.ones(num_channels).double())
+    assert (known.min(), known.max()) == (0, 1)
     for others, scale in found[1:]:
         torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
         assert all(torch.equal(one, other) for one, other in zip(others, found[0][0], strict=True))
-    # Three label values, one channel and what is known; the hole moves from pass to pass.
-    assert found[0][0][0].shape == (2, 5, 8, 8, 8)
+    # Three label values, the volume and what is known; the hole moves from pass to pass.
+    assert found[0][0][0].shape == (2, 4 + num_channels, 8, 8, 8)
     assert len({tuple(part[-1].flatten().tolist()) for whole in found[0][0] for part in whole}) > len(volumes.train)
-
-
-@pytest.mark.parametrize("encoding", ["autoencoder", "resample"])
-def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, encoding):
-    settings = load_settings(config, ["ldm.latents.cache=memory", f"{VOLUME}.encoding={encoding}", *HOLE])
-    process = Process(torch.device("cpu"))
-    volumes = prepare_volumes(settings.data, settings.seed, 1)
-    codec = frozen_codec(settings, process)
-    run = Preparation(settings, volumes, process, codec)
-    conditions = prepare_conditions(check_conditions(settings, volumes), run)
-    assert conditions is not None
-    parts = conditions.batch(range(len(volumes.train))).parts
-    labels, values, known = parts["label map"], parts["volume"][:, :-1].double(), parts["volume"][:, -1:]
-    torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
-    axes = (0, 2, 3, 4)
-    torch.testing.assert_close(values.mean(dim=axes), torch.zeros(values.shape[1]).double(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        values.std(dim=axes, correction=0), torch.ones(values.shape[1]).double(), rtol=1e-5, atol=0
-    )
-    assert (known.min(), known.max()) == (0, 1)
 
 
 def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -94,38 +95,23 @@ def test_accumulated_micro_batches_with_conditions_have_the_gradients_of_one(tin
     assert_same_gradients(found[0], found[1], 1e-5)
 
 
-def test_each_condition_is_hidden_with_the_same_probability_and_often_together():
-    s = ConditioningSettings.model_validate(BOTH)
-    number = 4000
-    noise = SampleNoise(1, CPU.device)
+def test_each_condition_and_each_number_is_hidden_with_the_same_probability_and_often_together():
+    s = ConditioningSettings.model_validate(BOTH | NUMBERS)
+    number, noise = 4000, SampleNoise(1, CPU.device)
     given = {
         "class_label": torch.zeros(number, dtype=torch.long),
         "label map": torch.full((number, 4, 1, 1, 1), 0.25),
+        "tabular": torch.ones(number, 18),
     }
     found = some_hidden(ConditionBatch(given), s, lambda purpose: noise.uniform(purpose, range(number))).parts
-    is_zero = (found["label map"] == 0).flatten(1)
-    no_class, no_map = found["class_label"] == 3, is_zero.all(dim=1)
-    assert torch.equal(no_map, is_zero.any(dim=1))
-    assert 0.47 < no_class.double().mean() < 0.53
-    assert 0.47 < no_map.double().mean() < 0.53
-    # Half of the samples draw once for both: 0.5 * 0.5 + 0.5 * 0.5 * 0.5 of all.
-    assert 0.34 < (no_class & no_map).double().mean() < 0.41
-    assert (no_map & ~no_class).any()
-    assert (no_class & ~no_map).any()
-
-
-def test_each_number_is_hidden_by_itself_and_all_often_together():
-    s = ConditioningSettings.model_validate({**NUMBERS, "dropout": 0.4})
-    number, noise = 4000, SampleNoise(2, CPU.device)
-    given = ConditionBatch({"tabular": torch.ones(number, 18)})
-    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number))).parts["tabular"]
-    no_age, no_sex = (found[:, :2] == 0).all(dim=1), (found[:, 2:] == 0).all(dim=1)
-    assert torch.equal(no_age, (found[:, :2] == 0).any(dim=1))
-    assert torch.equal(no_sex, (found[:, 2:] == 0).any(dim=1))
-    assert 0.36 < no_age.double().mean() < 0.44
-    assert 0.36 < no_sex.double().mean() < 0.44
-    # 0.5 * 0.4 + 0.5 * 0.4 * 0.4 of all.
-    assert 0.24 < (no_age & no_sex).double().mean() < 0.32
+    zeros = [found["label map"].flatten(1) == 0, found["tabular"][:, :2] == 0, found["tabular"][:, 2:] == 0]
+    assert all(torch.equal(part.all(dim=1), part.any(dim=1)) for part in zeros)
+    is_hidden = [found["class_label"] == 3, *(part.all(dim=1) for part in zeros)]
+    for one, other in itertools.combinations(is_hidden, 2):
+        assert 0.47 < one.double().mean() < 0.53
+        assert 0.47 < other.double().mean() < 0.53
+        # Half of the samples draw once for all: 0.5 * 0.5 + 0.5 * 0.5 * 0.5 of all.
+        assert 0.34 < (one & other).double().mean() < 0.41
 
 
 def test_numbers_add_their_embedding_and_nothing_else(tiny_values):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -162,23 +161,6 @@ def test_run_asked_to_stop_saves_and_postpones_its_validation(train, made, monke
     assert train("autoencoder") == 0
     assert made == [1, 2, 3, 4, 5, 6]
     assert steps_of("autoencoder", "val_psnr") == [3, 6]
-
-
-def test_out_of_memory_before_the_first_checkpoint_says_that_there_is_none(train, made, monkeypatch, capsys):
-    accumulate, failures = TrainingStep.accumulate, iter([MemoryError()])
-
-    def failing(self: TrainingStep, *arguments: Any) -> Any:
-        with contextlib.suppress(StopIteration):
-            raise next(failures)
-        return accumulate(self, *arguments)
-
-    monkeypatch.setattr(TrainingStep, "accumulate", failing)
-    assert train("autoencoder", "--on-oom", "next-rung") == 0
-    said = capsys.readouterr().err
-    assert "step 1, training: out of memory; there is no checkpoint yet" in said
-    assert "there is no checkpoint yet; starting again with" in said
-    assert "checkpoint is good" not in said
-    assert made == [1, 2, 3, 4, 5, 6]
 
 
 class Clock:
