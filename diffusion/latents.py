@@ -107,7 +107,8 @@ class Latents:
         def read_latents(read: Read, chunk: Sequence[int]) -> LatentBatch:
             passes = [position // number for position in chunk]
             indices = [order(position) for position in chunk]
-            copies = [self._copy_at(position, plan) for position in chunk]
+            most = self.num_copies
+            copies = [int(plan.sample_rng(p).integers(0, most, endpoint=True)) if most else 0 for p in chunk]
             latents = [read(index, copy) for index, copy in zip(indices, copies, strict=True)]
             batch = LatentBatch(torch.stack(latents), tuple(chunk), self.condition(indices, copies, passes))
             return batch.pin_memory() if self.pin_memory else batch
@@ -122,9 +123,6 @@ class Latents:
             return ([with_condition(batch) for batch in batches] for batches in steps)
         chunks = ([plan.positions(step, n) for n in range(plan.accumulation)] for step in range(first_step, last_step))
         return one_ahead([read_latents(read, chunk) for chunk in of_step] for of_step in chunks)
-
-    def _copy_at(self, position: int, plan: BatchPlan) -> int:
-        return int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
 
     def validation_batches(
         self, encode: Callable[[Tensor], Tensor], process: Process, batch_size: int = 1

@@ -200,7 +200,10 @@ class VolumeSampler:
         self.network.eval()
         for start in range(0, len(positions), self.batch_size):
             part = positions[start : start + self.batch_size]
-            condition = classes_in_turn(self.settings, part) if condition_of is None else condition_of(part)
+            condition = empty_condition(self.settings, len(part)) if condition_of is None else condition_of(part)
+            if condition_of is None and ldm.conditioning.type == "class":
+                classes = torch.tensor([position % ldm.conditioning.num_classes for position in part])
+                condition = ConditionBatch({**condition.parts, ClassLabel.name: classes})
             guide = guided(self.network, ldm, condition.to(device))
             steps, sampler, shape = ldm.sampling.num_inference_steps, ldm.sampling.sampler, self.settings.latent_shape
             with torch.autocast(device.type, enabled=False):
@@ -208,12 +211,3 @@ class VolumeSampler:
             for latent in latents:
                 yield self.codec.decode(normalisation.undo(latent))
         self.network.train(was_training)
-
-
-def classes_in_turn(settings: Settings, positions: Sequence[int]) -> ConditionBatch:
-    """Return a condition that is hidden but for the class; the classes come in turn."""
-    condition = empty_condition(settings, len(positions))
-    if settings.ldm.conditioning.type != "class":
-        return condition
-    classes = torch.tensor([position % settings.ldm.conditioning.num_classes for position in positions])
-    return ConditionBatch({**condition.parts, ClassLabel.name: classes})

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,11 @@ class Checkpoints:
                 f"{self.folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are "
                 "untouched; free disk space or choose another name, then run the same command again"
             ) from error
-        self._remove_old(path)
+        # The oldest beyond `keep`, and temporary files of interrupted saves.
+        for old in [p for p in self._newest_first() if p != path][self.keep - 1 :]:
+            old.unlink(missing_ok=True)
+        for temporary in self.folder.glob(f".{self.stage}_step_*.tmp"):
+            temporary.unlink(missing_ok=True)
         return path
 
     def newest(self) -> Path | None:
@@ -122,13 +127,6 @@ class Checkpoints:
         found = [(int(m["step"]), path) for m, path in names if m is not None and m["stage"] == self.stage]
         by_age = sorted(found, key=lambda entry: (entry[0], entry[1].lstat().st_mtime_ns), reverse=True)
         return [path for _, path in by_age]
-
-    def _remove_old(self, newest: Path) -> None:
-        """Remove checkpoints beyond `keep`, except the newest, and temporary files of interrupted saves."""
-        for path in [p for p in self._newest_first() if p != newest][self.keep - 1 :]:
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob(f".{self.stage}_step_*.tmp"):
-            path.unlink(missing_ok=True)
 
 
 def _write(path: Path, state: dict[str, Any]) -> str:
@@ -319,9 +317,14 @@ def for_ranks(settings: Settings, stage: str, process: Process) -> Settings:
 
 def _accumulation(settings: Settings, stage: str, num_ranks: int) -> int | None:
     """Return the accumulation that the checkpoint asks for; None: the configured one, or there is no checkpoint."""
-    training = settings.training_of(stage)
-    state = _any_checkpoint(settings.name, stage)
-    if not {"settings", "samples_per_update"} <= state.keys():
+    training, state = settings.training_of(stage), None
+    # Any checkpoint, without its tensors: all have equally large updates.
+    for path in RunFolder(RUNS / settings.name).checkpoints.glob(f"{stage}_step_*.pt"):
+        with suppress(*READ_ERRORS, *AMBIGUOUS_READ_ERRORS):  # resuming says what is wrong with it
+            check_regular(path)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            break
+    if not isinstance(state, dict) or not {"settings", "samples_per_update"} <= state.keys():
         return None
     before = restored(state["settings"], RUNS / settings.name).training_of(stage)
     samples, size, steps = state["samples_per_update"], training.batch_size, training.gradient_accumulation_steps
@@ -337,16 +340,3 @@ def _accumulation(settings: Settings, stage: str, num_ranks: int) -> int | None:
             "a new run"
         )
     return samples // (size * num_ranks)
-
-
-def _any_checkpoint(name: str, stage: str) -> dict[str, Any]:
-    """Return a checkpoint of the run without reading its tensors; empty without one. All have equally large updates."""
-    for path in RunFolder(RUNS / name).checkpoints.glob(f"{stage}_step_*.pt"):
-        try:
-            check_regular(path)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS):
-            continue  # resuming says what is wrong with it
-        if isinstance(state, dict):
-            return state
-    return {}

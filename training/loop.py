@@ -121,7 +121,13 @@ class StopSignal:
             self.received = signal.Signals(number).name
             # The system's own handling, because Python's would wait for the end of a long operation.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _leave_closed_terminal()
+            # Output that has no place to go after its terminal was closed is dropped: it would end the run.
+            for descriptor in (1, 2):
+                try:
+                    os.write(descriptor, b"")
+                except OSError:
+                    with open(os.devnull, "wb") as nowhere:
+                        os.dup2(nowhere.fileno(), descriptor)
             # Not through logging: the signal may interrupt a write to the same stream, which is not reentrant.
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 text = "finishing this step, then saving a checkpoint (Ctrl-C again stops at once)"
@@ -130,13 +136,3 @@ class StopSignal:
 
     def __bool__(self) -> bool:
         return self.received is not None
-
-
-def _leave_closed_terminal() -> None:
-    """Drop output that has no place to go after its terminal was closed: a failing progress bar would end the run."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")
-        except OSError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), descriptor)
