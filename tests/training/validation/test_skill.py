@@ -119,13 +119,3 @@ def test_the_stationary_filter_is_the_conditional_mean_under_its_own_block_circu
     centred = (noisy - signal * found.mean).flatten(1)
     expected = found.mean + (signal * centred @ inverse @ covariance).view(noisy.shape)
     torch.testing.assert_close(found.denoise(noisy, signal, level, 1.0), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_smooth_latents_with_few_examples_are_denoised_best_by_the_stationary_filter():
-    generator = torch.Generator().manual_seed(4)
-    white = torch.randn(12, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
-    smooth = torch.stack([white.roll(shift, dims=axis) for axis in (2, 3, 4) for shift in (-1, 0, 1)]).sum(dim=0) / 4
-    denoiser = LinearDenoiser(smooth[:6])
-    noise = torch.randn(6, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
-    errors = denoiser.errors(smooth[6:], noise, 0.8, 0.6)
-    assert errors[-len(MEAN_SHARES) :].min() < 0.9 * errors[: len(SHRINKAGES)].min()
