@@ -164,7 +164,8 @@ def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning)
         found = guided(step.unet, step.settings.ldm, given)(noisy, times)
         with_all = step.unet(torch.cat([noisy, maps], dim=1), times, **inputs)
         without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **hidden_inputs)
-    torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-5)
+    # Batches of two and of four may be summed in another order, and guidance multiplies what that changes.
+    torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-4)
     assert (with_all - without).abs().max() > 1e-4
 
 

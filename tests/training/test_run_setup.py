@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError
 from training.checkpoints import check_resumable
+from training.ldm_step import LatentDiffusionStep
 from training.recording import drop_later_lines
-from training.run_setup import check_run, open_run
+from training.run_setup import check_run, open_run, summarise
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,3 +127,30 @@ def test_metrics_and_run_folders_that_cannot_be_used_are_refused(tmp_path, monke
     Path("runs").write_text("in the way")
     with pytest.raises(UserError, match=r"runs/run: cannot be written \(Not a directory\); make it writable"):
         open_run(Settings(), CPU).__enter__()
+
+
+def test_the_summary_says_how_long_a_run_is_and_over_how_many_volumes(tiny_values):
+    limited = Settings.model_validate(tiny_values).with_overrides({"ldm.training.max_hours": 0.25})
+    assert "stage ldm, 15 min 0 s\n" in summarise(limited, "ldm", 1)
+    assert summarise(limited, "ldm", 1).endswith("over 1 training volume")
+
+
+TARGET = {"encoding": "resample", "source": "target"}
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "expected"),
+    [
+        ({}, ""),
+        ({"label_map": {"source": "maps", "num_classes": 3}}, " --labels FILE_OR_FOLDER"),
+        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, " --condition FILE_OR_FOLDER"),
+        (
+            {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},
+            " --condition FILE_OR_FOLDER --mask FILE_OR_FOLDER",
+        ),
+    ],
+)
+def test_the_next_command_names_the_conditions_of_the_run(tiny_values, conditioning, expected):
+    tiny_values["ldm"]["conditioning"] = conditioning
+    step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
+    assert step.next_command(RunFolder(Path("runs/a b"))) == f"python scripts/sample.py --run 'runs/a b'{expected}"
