@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data import Batch
-from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
+from diffusion.conditioning import ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
 from diffusion.latents import LatentBatch, Latents, VolumeBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -169,11 +168,11 @@ class LatentDiffusionStep(TrainingStep):
         options = [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options if kind.takes(option)]
         return " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *options])
 
-    def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
+    def backward(self, micro_batches: Sequence[LatentBatch | VolumeBatch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
         pixel_norms: list[Tensor] = []
 
-        def run(batch: LatentBatch | Batch, share: float, is_last: bool) -> dict[str, Tensor]:
+        def run(batch: LatentBatch | VolumeBatch, share: float, is_last: bool) -> dict[str, Tensor]:
             with synchronised(self._parallel_unet, is_last):
                 terms, norm = self._pass(batch, share)
             pixel_norms.extend([] if norm is None else [norm])
@@ -183,7 +182,7 @@ class LatentDiffusionStep(TrainingStep):
         # The guard does not check this norm: with float16 it may overflow, and then the step is skipped.
         return terms | ({"pixel_gradient_norm": torch.stack(pixel_norms).mean()} if pixel_norms else {})
 
-    def _pass(self, batch: LatentBatch | Batch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _pass(self, batch: LatentBatch | VolumeBatch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
             clean = self.clean_latents(batch)
@@ -214,12 +213,12 @@ class LatentDiffusionStep(TrainingStep):
             torch.autograd.backward(outputs, gradients)
         return {name: term.detach() for name, term in terms.items()}, norm
 
-    def clean_latents(self, batch: LatentBatch | Batch) -> Tensor:
+    def clean_latents(self, batch: LatentBatch | VolumeBatch) -> Tensor:
         """Return the normalised means of the batch's latents.
 
         Noise drawn with the encoder's sigma would be learned as if it were signal.
         """
-        if isinstance(batch, Batch):
+        if isinstance(batch, VolumeBatch):
             mean = torch.stack([self.codec.encode(image) for image in batch.image])
         else:
             mean = batch.mean.to(self.process.device, non_blocking=True)
@@ -254,11 +253,10 @@ class LatentDiffusionStep(TrainingStep):
             number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
         return numbers
 
-    def _condition(self, batch: LatentBatch | Batch) -> ConditionBatch:
+    def _condition(self, batch: LatentBatch | VolumeBatch) -> ConditionBatch:
         """Return the conditions on the device, some hidden for classifier-free guidance."""
-        condition = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
         draw = partial(self.noise.uniform, positions=batch.positions)
-        return some_hidden(condition.to(self.process.device), self.settings.ldm.conditioning, draw)
+        return some_hidden(batch.condition.to(self.process.device), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
@@ -284,7 +282,7 @@ class LatentDiffusionStep(TrainingStep):
         number = self.settings.autoencoder.latent_channels
         self.normalisation = Normalisation.stored(state, number).to(self.process.device)
 
-    def example_batch(self, batch_size: int) -> LatentBatch | Batch:
+    def example_batch(self, batch_size: int) -> LatentBatch | VolumeBatch:
         """Return a micro-batch of zeros in the shape that training uses."""
         condition = empty_condition(self.settings, batch_size)
         positions = tuple(range(batch_size))
