@@ -129,10 +129,7 @@ def label_problem(path: Path, facts: VolumeFacts, num_classes: int) -> str | Non
     """Return why a file cannot be a label map, or None if it can."""
     name = printable(path)
     if facts.num_channels != 1:
-        return (
-            f"{name}: {facts.num_channels} channels ({' x '.join(map(str, facts.axes))}); a label map has one; "
-            "merge them into one map"
-        )
+        return f"{name}: {facts.num_channels} channels; a label map has one; merge them into one map"
     if not facts.is_whole:
         return f"{name}: values that are not whole numbers, so it is not a label map; round it or take it out"
     if not 0 <= facts.minimum <= facts.maximum < num_classes:

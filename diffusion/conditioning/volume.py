@@ -87,13 +87,13 @@ class ConditionVolume(ConditionKind):
                 return mask_on_grid(masks[index].path, data, pose)
             return hole_mask(data.voxel_size, s.degrade.box, settings.seed, volumes[index].digest, variant)
 
-        def image(index: int, variant: int, pose: Pose | None = None) -> Tensor:
+        def image(index: int, pose: Pose | None = None) -> Tensor:
             loaded = load_file(volumes[index], data).image
             loaded = loaded if pose is None else in_pose(loaded, pose)
             return lowered(loaded, s.degrade.downsample) if s.is_from_target and s.degrade.is_coarser else loaded
 
         def channels(index: int, variant: int, pose: Pose | None) -> Tensor:
-            loaded, hole = image(index, variant, pose), unknown(index, variant, pose)
+            loaded, hole = image(index, pose), unknown(index, variant, pose)
             return on_latent_grid(loaded, hole, codec, settings.latent_shape[1:])
 
         def made_from(index: int, variant: int) -> str:
@@ -116,17 +116,14 @@ class ConditionVolume(ConditionKind):
             normalisation = run.learned[self.name]
 
         def picture(index: int) -> Tensor:
-            shown, hole = to_unit(image(index, 0)[0]), unknown(index, 0)
+            shown, hole = to_unit(image(index)[0]), unknown(index, 0)
             return shown if hole is None else shown.masked_fill(hole, 0.0)
-
-        def known(index: int) -> KnownVoxels:
-            return KnownVoxels(unknown(index, 0), s.degrade.downsample)
 
         return Prepared(
             lambda index, number, copy: normalised(read(index, number, copy), normalisation),
             normalisation.content("condition"),
             picture,
-            known if s.is_from_target else None,
+            (lambda index: KnownVoxels(unknown(index, 0), s.degrade.downsample)) if s.is_from_target else None,
         )
 
     def learned(self, metadata: Mapping[str, Any], settings: Settings) -> Normalisation:
