@@ -32,10 +32,10 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from memory.watch.memory_watch import MemoryWatch
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
+    from training.checkpoints import ResumableRun, for_ranks
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
-    from training.resume import ResumableRun, for_ranks
-    from training.run_setup import check_run, describe_run, open_run, summarise, warn_of_stage_two
+    from training.run_setup import check_run, describe_run, open_run, summarise
     from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(configured, is_dry_run)
@@ -50,7 +50,6 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
             ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
-        warn_of_stage_two(settings, volumes, process)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:

@@ -27,15 +27,16 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
-    from diffusion.latents import prepare_latents, pretrained_unet
+    from diffusion.latents import prepare_latents
+    from diffusion.normalisation import pretrained_unet
     from evaluation.report import publish, show_validation
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
+    from training.checkpoints import ResumableRun, for_ranks
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.resume import ResumableRun, for_ranks
     from training.run_setup import check_run, describe_run, open_run, summarise
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 

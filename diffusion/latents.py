@@ -1,4 +1,4 @@
-"""Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds their normalisation.
+"""Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and batches latents by step.
 
 Whole volumes are encoded: `data.patch_size` applies to stage 1 only. With `data.use_augmentation`, copies of each
 training volume in slightly different poses are encoded too, and each sample of the training sequence is the volume or
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose, load_file, training_batches
+from data import Batch, BatchPlan, DataSplit, in_pose, load_file, training_batches
+from data.batches import VolumeOrder
 from data.loading import Pose, random_pose
+from data.workers import one_ahead
 from diffusion.conditioning import (
     NOTHING,
     ConditionBatch,
@@ -28,39 +30,58 @@ from diffusion.conditioning import (
     Preparation,
     prepare_conditions,
 )
-from diffusion.latent_batches import LatentBatch, latent_batches, with_conditions
-from diffusion.latent_files import LatentFacts, LatentFolder, digest_of, latent_key
-from diffusion.normalisation import MeanLatent, Normalisation, Statistics
-from diffusion.pretrained import pretrained_unet
+from diffusion.latent_files import TensorCache, digest_of, latent_key, latent_name
+from diffusion.normalisation import Normalisation, Statistics, pretrained_unet
 from models.frozen_autoencoder import latents_digest
 from models.volume_codec import VolumeCodec
 from runtime.cli.bars import ProgressBar
-from runtime.files import LATENTS, counted
+from runtime.files import LATENTS, counted, printable
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataSettings, Settings
-
-__all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
 
 NUM_COPIES = 8
 """Augmented copies of each training volume. Their encoding takes as long as so many passes over the data."""
 
+Read = Callable[[int, int], Tensor]
+"""Returns a latent by the index of its volume, training volumes first, and the number of a copy; 0: the volume."""
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """One micro-batch of latents: a `Batch` with their means (B, C, D, H, W) instead of the image, and conditions."""
+
+    mean: Tensor
+    positions: tuple[int, ...]
+    condition: ConditionBatch = NOTHING
+
+    def pin_memory(self) -> LatentBatch:
+        """Return the batch in page-locked memory."""
+        return replace(self, mean=self.mean.pin_memory(), condition=self.condition.map(Tensor.pin_memory))
+
+
+@dataclass(frozen=True)
+class VolumeBatch(Batch):
+    """A micro-batch of volumes with their conditions, for latents that are not kept."""
+
+    condition: ConditionBatch = NOTHING
+
 
 @dataclass(frozen=True)
 class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
-    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `mean_map` is the
-    normalised mean latent of the training volumes; `spacing_mm`, `lower` and `upper` are medians over them.
-    `autoencoder` is the hash of the weights that they depend on. With `pin_memory`, training batches are in page-locked
-    memory. `conditions` come from the volumes' partners. In runs that fill holes, `voxel_effects` (C, 1, 1, 1) say how
-    much an error in each channel of a normalised latent changes voxels, with mean 1.
+    `mean_map` is the normalised mean latent of the training volumes; `spacing_mm`, `lower` and `upper` are medians over
+    them. `autoencoder` is the hash of the weights that they depend on. With `pin_memory`, training batches are in
+    page-locked memory, from which a GPU copies without making the host wait. `conditions` come from the volumes'
+    partners. In runs that fill holes, `voxel_effects` (C, 1, 1, 1) say how much an error in each channel of a
+    normalised latent changes voxels, with mean 1.
     """
 
     volumes: DataSplit
     settings: DataSettings
-    read: Callable[[int, int], Tensor] | None
+    read: Read | None
     normalisation: Normalisation
     mean_map: Tensor
     spacing_mm: tuple[float, ...]
@@ -74,35 +95,51 @@ class Latents:
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
-    ) -> Iterator[Sequence[LatentBatch | Batch]]:
-        """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
-        if self.read is None:
-            volumes = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
-            if self.conditions is None:
-                return volumes
-            return with_conditions(volumes, self.conditions, plan.seed, len(self.volumes.train))
+    ) -> Iterator[Sequence[LatentBatch | VolumeBatch]]:
+        """Yield the micro-batches of each step in [first_step, last_step): latents, or volumes if none are kept.
 
-        def copy_at(position: int) -> int:
-            return int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
+        Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current
+        step.
+        """
+        number = len(self.volumes.train)
+        order = VolumeOrder(plan.seed, number)
 
-        number, pin = len(self.volumes.train), self.pin_memory
-        return latent_batches(self.read, number, plan, first_step, last_step, pin, self.conditions, copy_at)
+        def read_latents(read: Read, chunk: Sequence[int]) -> LatentBatch:
+            passes = [position // number for position in chunk]
+            indices = [order(position) for position in chunk]
+            most = self.num_copies
+            copies = [int(plan.sample_rng(p).integers(0, most, endpoint=True)) if most else 0 for p in chunk]
+            latents = [read(index, copy) for index, copy in zip(indices, copies, strict=True)]
+            batch = LatentBatch(torch.stack(latents), tuple(chunk), self.condition(indices, copies, passes))
+            return batch.pin_memory() if self.pin_memory else batch
+
+        def with_condition(batch: Batch) -> VolumeBatch:
+            passes = [position // number for position in batch.positions]
+            condition = self.condition([order(position) for position in batch.positions], None, passes)
+            return VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, condition)
+
+        if (read := self.read) is None:
+            steps = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
+            return ([with_condition(batch) for batch in batches] for batches in steps)
+        chunks = ([plan.positions(step, n) for n in range(plan.accumulation)] for step in range(first_step, last_step))
+        return one_ahead([read_latents(read, chunk) for chunk in of_step] for of_step in chunks)
 
     def validation_batches(
         self, encode: Callable[[Tensor], Tensor], process: Process, batch_size: int = 1
     ) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents; positions index the list of files."""
         share = range(process.rank, len(self.volumes.val), process.world_size)
-
         for start in range(0, len(share), batch_size):
             chosen = share[start : start + batch_size]
             indices = [len(self.volumes.train) + place for place in chosen]
             latents = [self.latent(index, encode) for index in indices]
             yield LatentBatch(torch.stack(latents), tuple(chosen), self.condition(indices))
 
-    def condition(self, indices: Sequence[int], copies: Sequence[int] | None = None) -> ConditionBatch:
+    def condition(
+        self, indices: Sequence[int], copies: Sequence[int] | None = None, passes: Sequence[int] | None = None
+    ) -> ConditionBatch:
         """Return the conditions of volumes by their indices, held-out volumes after training volumes."""
-        return NOTHING if self.conditions is None else self.conditions.batch(indices, copies=copies)
+        return NOTHING if self.conditions is None else self.conditions.batch(indices, passes, copies)
 
     def held_out_condition(self, positions: Sequence[int]) -> ConditionBatch:
         """Return the conditions of samples: those of the held-out volumes in turn."""
@@ -122,14 +159,9 @@ class Latents:
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
-        return {
-            "spacing_mm": self.spacing_mm,
-            "lower": self.lower,
-            "upper": self.upper,
-            "class_names": self.volumes.class_names,
-            "autoencoder": self.autoencoder,
-            **({} if self.conditions is None else self.conditions.metadata),
-        }
+        names = ("spacing_mm", "lower", "upper", "autoencoder")
+        learned = {} if self.conditions is None else self.conditions.metadata
+        return {**{name: getattr(self, name) for name in names}, "class_names": self.volumes.class_names, **learned}
 
 
 def stage_two_data(s: DataSettings) -> DataSettings:
@@ -151,39 +183,44 @@ def prepare_latents(
     weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation. A
     pretrained U-Net keeps its own. `learned` is what a trained network knows of its conditions.
     """
-    data = stage_two_data(settings.data)
+    data, train = stage_two_data(settings.data), volumes.train
     if settings.data.patch_size is not None:
         log.info("stage 2 trains on whole volumes; data.patch_size applies to stage 1 only")
+    if settings.data.use_augmentation and settings.ldm.latents.cache == "none":
+        raise ConfigError(
+            "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded "
+            "once and kept; set disk or memory, or turn augmentation off"
+        )
     start = pretrained_unet(settings)
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
-    num_copies = _num_copies(settings)
+    num_copies = NUM_COPIES if settings.data.use_augmentation else 0
     autoencoder = latents_digest(codec.autoencoder)
-    key = latent_key(data, autoencoder, codec.precision.name)
-    folder = LatentFolder(LATENTS / key, settings.latent_shape, settings.ldm.conditioning.copies_scale)
-    encoded = _encode(codec, volumes, settings, folder, num_copies, process)
-    train = encoded.facts[: len(volumes.train)]
-    normalisation = encoded.statistics.normalisation(process) if start is None else start.normalisation
+    folder = LATENTS / latent_key(data, autoencoder, codec.precision.name)
+    statistics = Statistics(len(train), settings.latent_shape)
+    read, facts = _encode(codec, volumes, settings, folder, num_copies, statistics, process)
+    normalisation = statistics.normalisation(process) if start is None else start.normalisation
     deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
     source = counted(len(train), "training volume") if start is None else f"what {start.path} was trained on"
     log.info("latents: standard deviation by channel %s, from %s", deviations, source)
 
     def pose(index: int, copy: int) -> Pose:
-        return pose_of(settings, digest_of(volumes.train[index]), train[index].spacing_mm, copy)
+        return pose_of(settings, digest_of(train[index]), facts[index, :3].tolist(), copy)
 
-    spacing_mm, lower, upper = _medians(train)
+    medians = np.median(facts[: len(train)].numpy(), axis=0)
+    spacing_mm, lower, upper = np.split(medians, [3, 3 + settings.autoencoder.in_channels])
     preparation = Preparation(settings, volumes, process, codec, learned, num_copies, pose)
-    mean_map = normalisation.apply(encoded.mean_latent.over_all(process))
+    mean_map = normalisation.apply(statistics.mean_latent(process))
     has_holes = settings.ldm.conditioning.volume.has_hole
     return Latents(
         volumes,
         data,
-        encoded.read,
+        read,
         normalisation,
         mean_map=mean_map,
-        spacing_mm=spacing_mm,
-        lower=lower,
-        upper=upper,
+        spacing_mm=tuple(spacing_mm.tolist()),
+        lower=tuple(lower.tolist()),
+        upper=tuple(upper.tolist()),
         autoencoder=autoencoder,
         pin_memory=bool(data.pin_memory) and process.device.type == "cuda",
         conditions=prepare_conditions(pairs or {}, preparation),
@@ -203,31 +240,29 @@ def voxel_effects(codec: VolumeCodec, normalisation: Normalisation, mean_map: Te
     return (effects / effects.mean()).cpu().view(-1, 1, 1, 1)
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """The encoded volumes: how to read them, as `Latents` does, facts about each, and what normalises them."""
-
-    read: Callable[[int, int], Tensor] | None
-    facts: list[LatentFacts]
-    statistics: Statistics
-    mean_latent: MeanLatent
-
-
 def _encode(
     codec: VolumeCodec,
     volumes: DataSplit,
     settings: Settings,
-    folder: LatentFolder,
+    place: Path,
     num_copies: int,
+    statistics: Statistics,
     process: Process,
-) -> _Encoded:
-    """Encode all volumes, and copies of the training volumes, that are not on disk; the processes share the work."""
+) -> tuple[Read | None, Tensor]:
+    """Encode all volumes, and copies of the training volumes, that are not in the folder; the processes share the work.
+
+    Return how to read them, and for each volume a row with the spacing on the network's grid and the intensities of
+    each channel that map to the ends of the network's range. What is encoded is added to `statistics`.
+    """
     files, num_train = (*volumes.train, *volumes.val), len(volumes.train)
     data, cache = stage_two_data(settings.data), settings.ldm.latents.cache
-    statistics = Statistics(num_train, settings.autoencoder.latent_channels)
-    mean_latent = MeanLatent(num_train, settings.latent_shape)
-    table = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    kept = torch.zeros(len(files) + num_train * num_copies, *settings.latent_shape) if cache == "memory" else None
+    folder = TensorCache(place, settings.latent_shape)
+    facts = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
+    num_kept = len(files) + num_train * num_copies if cache == "memory" else 0
+    kept = torch.zeros(num_kept, *settings.latent_shape)
+
+    def name(index: int, copy: int) -> str:
+        return latent_name(files[index], copy, settings.ldm.conditioning.copies_scale)
 
     def row(index: int, copy: int) -> int:
         return index if copy == 0 else len(files) + index * num_copies + copy - 1
@@ -237,85 +272,43 @@ def _encode(
         missing = {}
         for index in share:
             copies = range(1 + (num_copies if index < num_train else 0))
-            found = {copy: folder.find(files[index], copy) if cache == "disk" else None for copy in copies}
+            found = [folder.find(name(index, copy)) if cache == "disk" else None for copy in copies]
             missing[index] = [copy for copy in copies if found[copy] is None]
             if (whole := found[0]) is not None:
-                mean, known = whole
-                table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
-                statistics.add(index, mean)
-                mean_latent.add(index, mean)
+                statistics.add(index, whole[0])
+                facts[index] = torch.tensor(whole[1], dtype=torch.float64)
         incomplete = [index for index in share if missing[index]]
         if cache == "disk" and len(incomplete) < len(share):
-            log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), folder.folder)
-        for index, loaded in _load_ahead(files, incomplete, data, process):
-            known = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
-            table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
+            log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), place)
+        # Passed only to hide the bar, because an explicit disable=False would override --quiet.
+        hidden: dict[str, Any] = {} if process.is_rank_zero and incomplete else {"disable": True}
+        loading = one_ahead((index, load_file(files[index], data)) for index in incomplete)
+        bar = ProgressBar(loading, total=len(incomplete), desc="encoding latents", unit="volume", **hidden)
+        for index, loaded in bar:
+            spacing_mm = loaded.geometry.spacing_mm.tolist()
+            known = [*spacing_mm, *loaded.lower, *loaded.upper]
+            facts[index] = torch.tensor(known, dtype=torch.float64)
             for copy in missing[index]:
-                pose = pose_of(settings, loaded.digest, known.spacing_mm, copy) if copy else None
+                pose = pose_of(settings, loaded.digest, spacing_mm, copy) if copy else None
                 mean = codec.encode(loaded.image if pose is None else in_pose(loaded.image, pose)).cpu()
                 if cache == "disk":
-                    folder.write(files[index], mean, known, copy)
-                elif kept is not None:
+                    folder.write(name(index, copy), f"latent of {printable(files[index].name)}", mean, known)
+                elif cache == "memory":
                     kept[row(index, copy)] = mean
                 if copy == 0:
                     statistics.add(index, mean)
-                    mean_latent.add(index, mean)
 
     # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
-    facts_of_all = [LatentFacts.from_row(values) for values in process.sum(table).tolist()]
-    read: Callable[[int, int], Tensor] | None = None
+    facts = process.sum(facts)
     if cache == "disk":
-        read = lambda index, copy: folder.read(files[index], copy)  # noqa: E731
-    elif kept is not None:
-        rows = process.sum(kept)
-        read = lambda index, copy: rows[row(index, copy)]  # noqa: E731
-    return _Encoded(read, facts_of_all, statistics, mean_latent)
+        return lambda index, copy: folder.read(name(index, copy), f"latent of {printable(files[index].name)}"), facts
+    if cache == "none":
+        return None, facts
+    rows = process.sum(kept)
+    return lambda index, copy: rows[row(index, copy)], facts
 
 
 def pose_of(settings: Settings, digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:
     """Return the pose of a volume's copy, by the volume's content, so that every run finds the same copies."""
     rng = np.random.default_rng([int(digest[:16], 16), copy])
     return random_pose(np.array(spacing_mm), rng, settings.ldm.conditioning.copies_scale)
-
-
-def _medians(rows: Sequence[LatentFacts]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return the medians of spacing, lower and upper."""
-    spacing_mm, lower, upper = (
-        tuple(map(float, np.median([getattr(row, name) for row in rows], axis=0)))
-        for name in ("spacing_mm", "lower", "upper")
-    )
-    return spacing_mm, lower, upper
-
-
-def _num_copies(settings: Settings) -> int:
-    """Return how many augmented copies of each training volume stage 2 trains on."""
-    if not settings.data.use_augmentation:
-        return 0
-    if settings.ldm.latents.cache == "none":
-        raise ConfigError(
-            "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded "
-            "once and kept; set disk or memory, or turn augmentation off"
-        )
-    return NUM_COPIES
-
-
-def _load_ahead(
-    files: Sequence[VolumeFile],
-    indices: Sequence[int],
-    data: DataSettings,
-    process: Process,
-) -> Iterator[tuple[int, LoadedVolume]]:
-    """Yield volumes in order, with a progress bar, while threads read the next ones."""
-    threads = 1 if data.num_workers == "auto" else max(1, data.num_workers)
-
-    # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-    hidden: dict[str, Any] = {} if process.is_rank_zero and indices else {"disable": True}
-    bar = ProgressBar(total=len(indices), desc="encoding latents", unit="volume", **hidden)
-    with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
-        waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]
-        for place, index in enumerate(indices):
-            loaded = waiting.pop(0).result()
-            if place + threads + 1 < len(indices):
-                waiting.append(readers.submit(load_file, files[indices[place + threads + 1]], data))
-            yield index, loaded
-            bar.update(1)

@@ -6,7 +6,7 @@ Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ SMALLEST_SIGNAL = 0.01
 
 FIRST_BETA, LAST_BETA = 0.0015, 0.0195
 """The ends of the scaled_linear_beta schedule, as in MONAI's tutorials and in MAISI."""
-
-T = TypeVar("T", float, Tensor)
 
 
 class NoiseProcess:
@@ -58,7 +56,7 @@ class NoiseProcess:
         """
         return self.times(uniform if self.time_shift == 1 else self._shifted(uniform))
 
-    def _shifted(self, share: T) -> T:
+    def _shifted(self, share: Any) -> Any:
         """Return where shares of the time in [0, 1] come to lie: latents with more voxels need more noise to hide."""
         return self.time_shift * share / (1 + (self.time_shift - 1) * share)
 

@@ -1,16 +1,28 @@
-"""The space that the U-Net works in: latents with mean 0 and standard deviation 1 in each channel."""
+"""The space that the U-Net works in: latents with mean 0 and standard deviation 1 in each channel.
+
+A pretrained U-Net knows another one, which it keeps.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models import StockAutoencoder
+from models.arguments import unet_arguments
+from models.frozen_autoencoder import accepted_digests
+from models.weight_files import load_weights
 from runtime.processes import Process
-from settings import CheckpointError
+from settings import CheckpointError, Settings, restored
+
+log = logging.getLogger(__name__)
 
 # Latents that vary less than this beside their mean square are constant: the rest is rounding.
 _SMALLEST_SHARE = 1e-12
@@ -63,16 +75,19 @@ class Normalisation:
 
 
 class Statistics:
-    """Mean and mean square of each channel, for each of `count` latents of a training set."""
+    """Mean and mean square of each channel, for each of `count` latents of a training set, and their mean latent."""
 
-    def __init__(self, count: int, num_channels: int) -> None:
-        self._rows = torch.zeros(count, 2, num_channels, dtype=torch.float64)
+    def __init__(self, count: int, shape: Sequence[int]) -> None:
+        self._rows = torch.zeros(count, 2, shape[0], dtype=torch.float64)
+        # Sums of whole numbers do not depend on their order, nor on the number of processes.
+        self._sum = torch.zeros(*shape, dtype=torch.int64)
 
     def add(self, index: int, latent: Tensor) -> None:
         """Add one latent (C, D, H, W) by its index; ignore held-out ones."""
         if index < len(self._rows):
             values = latent.double().flatten(1)
             self._rows[index] = torch.stack([values.mean(dim=1), values.square().mean(dim=1)])
+            self._sum += (latent.double() * _FIXED_POINT).round().long()
 
     def normalisation(self, process: Process, may_be_constant: bool = False) -> Normalisation:
         """Return the normalisation of the latents of all processes.
@@ -92,20 +107,70 @@ class Statistics:
         scale = variance.where(varies, 1.0).rsqrt()
         return Normalisation(*(part.float().view(-1, 1, 1, 1) for part in (scale, mean)))
 
-
-class MeanLatent:
-    """The mean of the latents of a training set, the same to the bit in any order and for any number of processes."""
-
-    def __init__(self, count: int, shape: Sequence[int]) -> None:
-        self.count = count
-        # Sums of whole numbers do not depend on their order.
-        self._sum = torch.zeros(*shape, dtype=torch.int64)
-
-    def add(self, index: int, latent: Tensor) -> None:
-        """Add one latent (C, D, H, W) by its index; ignore held-out ones."""
-        if index < self.count:
-            self._sum += (latent.double() * _FIXED_POINT).round().long()
-
-    def over_all(self, process: Process) -> Tensor:
+    def mean_latent(self, process: Process) -> Tensor:
         """Return the mean over the latents of all processes."""
-        return (process.sum(self._sum).double() / (self.count * _FIXED_POINT)).float()
+        return (process.sum(self._sum).double() / (len(self._rows) * _FIXED_POINT)).float()
+
+
+@dataclass(frozen=True)
+class PretrainedUNet:
+    """The weight file that `ldm.pretrained` names, and what its U-Net knows of latents."""
+
+    path: Path
+    normalisation: Normalisation
+    autoencoder: str | None
+
+    def check_autoencoder(self, autoencoder: StockAutoencoder) -> None:
+        """Raise `CheckpointError` if the U-Net is known to have learned the latents of another autoencoder."""
+        if self.autoencoder is None:
+            log.warning(
+                "%s: does not say which autoencoder its latents came from; its own must be the one in use", self.path
+            )
+        elif self.autoencoder not in accepted_digests(autoencoder):
+            raise CheckpointError(
+                f"{self.path}: was trained on latents of an autoencoder with other weights; set ldm.autoencoder to the "
+                "one that it was trained with"
+            )
+
+
+def pretrained_unet(settings: Settings) -> PretrainedUNet | None:
+    """Return what stage 2 starts from, or None if it starts from random weights.
+
+    Raise `CheckpointError` if the config's U-Net is another one.
+    """
+    if settings.ldm.pretrained is None:
+        return None
+    path = Path(settings.ldm.pretrained).expanduser()
+    _, metadata = load_weights(path)
+    if metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
+        raise CheckpointError(
+            f"{path}: not the weights of a U-Net from this program; give the ldm.safetensors of a run, or bring "
+            "others in with scripts/import_checkpoint.py"
+        )
+    before, wanted = _decisive(restored(metadata["settings"], path)), _decisive(settings)
+    lines = [
+        f"\n  {name}: {json.dumps(old)} -> {json.dumps(wanted[name])}"
+        for name, old in before.items()
+        if old != wanted[name]
+    ]
+    if lines:
+        raise CheckpointError(f"{path}: the pretrained U-Net has different settings:{''.join(lines)}\nset these back")
+    try:
+        normalisation = Normalisation.stored(metadata, settings.autoencoder.latent_channels)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged metadata: {error}; copy the file again") from None
+    return PretrainedUNet(path, normalisation, metadata.get("autoencoder"))
+
+
+def _decisive(settings: Settings) -> dict[str, Any]:
+    """Return the settings without which the weights would mean something else."""
+    ldm = settings.ldm
+    unused = {"time_shift"} | ({"prediction", "schedule"} if ldm.scheduler.type == "rflow" else set())
+    scheduler = {name: None if name in unused else value for name, value in ldm.scheduler.model_dump().items()}
+    unet = unet_arguments(ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
+    return {
+        **{f"U-Net's {name}": value for name, value in unet.items()},
+        **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
+        "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
+        "numbers of ldm.conditioning": tuple(ldm.conditioning.embedded_numbers),
+    }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data import from_unit, load_file, to_unit
 from diffusion.conditioning import hidden
-from diffusion.conditioning.space import NOTHING_KNOWN, KnownVoxels
+from diffusion.conditioning.kind import NOTHING_KNOWN, KnownVoxels
 from diffusion.conditioning.volume import lowered
 from diffusion.latents import Latents
 from diffusion.sampling import VolumeSampler

@@ -22,8 +22,7 @@ from runtime.files import RunFolder
 from runtime.precision import Precision
 from runtime.processes import choose_device
 from settings import CheckpointError, Settings, UserError, load_settings, restored
-from training.checkpoints import Checkpoints
-from training.resume import changed_settings
+from training.checkpoints import Checkpoints, changed_settings
 
 log = logging.getLogger(__name__)
 

@@ -95,8 +95,3 @@ def test_a_unet_of_other_settings_or_of_another_autoencoder_is_refused(config):
     save_weights(Path("other.safetensors"), state, metadata | {"autoencoder": "of other weights"})
     with pytest.raises(CheckpointError, match=r"latents of an autoencoder with other weights; set ldm\.autoencoder"):
         train_ldm(config, "ldm.pretrained=other.safetensors")
-
-
-def test_a_checkpoint_of_other_inputs_is_refused(config, capsys):
-    assert imported(config, "ldm.conditioning.scan.modality=null") == 2
-    assert "1 not in the network (the first: class_embedding.weight)" in capsys.readouterr().err

@@ -50,15 +50,6 @@ def test_a_dry_run_without_a_gpu_predicts_for_one_and_takes_seconds(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_named_card_the_dry_run_says_which_one_it_took(command, tiny_config):
-    done = command("train_autoencoder.py", "--config", tiny_config, "--dry-run", "device.type=auto")
-    assert done.returncode == 0, done.stderr
-    if not torch.cuda.is_available():
-        assert re.search(r"Time on A100 80GB SXM: [\d.]+ to [\d.]+ m?s an update", done.stderr)
-        assert "--gpu NAME predicts the time on another GPU" in done.stderr
-        assert "on this CPU, memory and time are not predicted for so small a run" in done.stderr
-
-
 def test_a_gpu_is_named_for_a_dry_run_only(command, tiny_config):
     done = command("train_autoencoder.py", "--config", tiny_config, "--gpu", "RTX 4090")
     assert done.returncode == 2
@@ -100,7 +91,7 @@ def test_output_in_a_file_is_one_plain_line_each_log_every(command, tiny_config)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     steps = [line for line in lines if line.startswith("autoencoder step ")]
-    figures = r"loss [\d.e-]+, [\d.e-]+ s per step(, .* left)?, peak \d+\.\d\d GiB(, .* waiting for data)?"
+    figures = r"loss [\d.e-]+, [\d.e-]+ s per step(, .* left)?, peak \d+\.\d\d GiB(, .* waiting for data: .*)?"
     found = [re.fullmatch(rf"autoencoder step (\d+)/60: {figures}", line) for line in steps]
     assert [match and match[1] for match in found] == ["10", "20", "30", "40", "50", "60"], steps
     assert "\r" not in done.stderr

@@ -31,7 +31,7 @@ from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import OCCUPIED_THRESHOLD, AutoencoderTraining
 from training.finished_weights import load_pretrained
-from training.guard import FilesOf, no_names
+from training.guard import FilesOf
 from training.step import TrainingStep
 
 
@@ -49,7 +49,7 @@ class AutoencoderStep(TrainingStep):
     )
 
     def __init__(
-        self, settings: Settings, process: Process, load_weights: bool = True, files_of: FilesOf = no_names
+        self, settings: Settings, process: Process, load_weights: bool = True, files_of: FilesOf = None
     ) -> None:
         training = settings.autoencoder.training
         super().__init__(settings, training, process, files_of)

@@ -15,13 +15,8 @@ MAX_SKIPPED_STEPS = 20
 """float16 only: how many updates in a row may overflow before the run stops."""
 
 UNSET = -1
-FilesOf = Callable[[int, int], Sequence[str]]
-"""Maps (step, micro-batch) to the names of its volumes."""
-
-
-def no_names(step: int, micro_batch: int) -> Sequence[str]:
-    """Return no names, for steps whose volumes are unknown."""
-    return ()
+FilesOf = Callable[[int, int], Sequence[str]] | None
+"""Maps (step, micro-batch) to the names of its volumes, if they are known."""
 
 
 def checkpoint_state(saved: int) -> str:
@@ -37,9 +32,7 @@ class Guard:
     only `MAX_SKIPPED_STEPS` such steps in a row are an error.
     """
 
-    def __init__(
-        self, process: Process, terms: Sequence[str], skips_overflows: bool, files_of: FilesOf = no_names
-    ) -> None:
+    def __init__(self, process: Process, terms: Sequence[str], skips_overflows: bool, files_of: FilesOf = None) -> None:
         device = process.device
         self.process = process
         self.terms = tuple(terms)
@@ -104,7 +97,8 @@ class Guard:
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
             suspects = range(self._num_micro_batches) if micro_batch == UNSET else [micro_batch]
-            names = dict.fromkeys(printable(name) for number in suspects for name in self.files_of(step, number))
+            files_of = self.files_of or (lambda step, number: ())
+            names = dict.fromkeys(printable(name) for number in suspects for name in files_of(step, number))
             among = " one of" if len(names) > 1 else ""
             volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(

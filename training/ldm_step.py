@@ -13,29 +13,89 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data import Batch
-from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
-from diffusion.latent_batches import LatentBatch, VolumeBatch
-from diffusion.latents import Latents
+from diffusion.conditioning import ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
+from diffusion.latents import LatentBatch, Latents, VolumeBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
-from diffusion.pixel_loss import PixelLoss
-from models import build_unet
+from models import StockAutoencoder, build_unet
 from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_into
 from runtime.files import RunFolder
 from runtime.observer import phase
+from runtime.precision import Precision
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings
-from training.guard import FilesOf, no_names
+from settings.ldm import PixelLossSettings
+from training.guard import FilesOf
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)
 
 # Consecutive multiples of the golden ratio, modulo 1, cover [0, 1) more evenly than random numbers.
 _GOLDEN_RATIO = 0.6180339887498949
+
+
+class PixelLoss:
+    """Mean squared error of decoded latents, computed in chunks, each with its own backward to the latent.
+
+    The decoder is frozen, but gradients pass through it to the U-Net, so it needs as much activation memory as in
+    training. Chunks limit how many volumes are decoded at once, and checkpointing limits the cost of one volume; both
+    are needed.
+    """
+
+    def __init__(self, s: PixelLossSettings, autoencoder: StockAutoencoder, precision: Precision) -> None:
+        self.weight = s.weight
+        self.chunk_size = s.chunk_size
+        self.is_adaptive = s.adaptive_chunk
+        self.autoencoder = autoencoder
+        self.precision = precision
+
+    def __call__(
+        self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the gradient of `factor` times the loss with respect to `predicted`.
+
+        Both latents are as the decoder expects them. `sample_weights` (B) weights the volumes of the batch.
+        The gradient is multiplied by the float16 loss scale, if any. With `adaptive_chunk`, running out of memory
+        halves the chunk size for the rest of the run and logs a warning.
+        """
+        total = torch.zeros((), device=predicted.device)
+        gradient = torch.empty_like(predicted)
+        start = 0
+        while start < len(predicted):
+            part = slice(start, start + self.chunk_size)
+            try:
+                loss, gradient[part] = self._chunk(
+                    predicted[part], clean[part], sample_weights[part], len(predicted), factor
+                )
+            except torch.OutOfMemoryError:
+                if not self.is_adaptive or self.chunk_size == 1:
+                    raise
+                self.chunk_size //= 2
+                log.warning(
+                    "out of memory in the pixel loss: continuing with ldm.training.pixel_loss.chunk_size %d",
+                    self.chunk_size,
+                )
+                torch.cuda.empty_cache()
+                continue
+            total = total + loss
+            start = part.stop
+        return total, gradient
+
+    def _chunk(
+        self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, batch_size: int, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        # Detached, so that the graph of this chunk ends here and is freed before the next chunk.
+        latent = predicted.detach().requires_grad_()
+        with self.precision.autocast():
+            with torch.no_grad():
+                target = self.autoencoder.decode(clean).float()
+            error = self.autoencoder.decode(latent).float() - target
+            loss = (error.square().flatten(1).mean(dim=1) * sample_weights).sum() / batch_size
+        scaled = self.precision.scaler.scale(factor * loss)
+        return loss.detach(), torch.autograd.grad(scaled, latent)[0]
 
 
 class LatentDiffusionStep(TrainingStep):
@@ -56,7 +116,7 @@ class LatentDiffusionStep(TrainingStep):
         load_weights: bool = True,
         codec: VolumeCodec | None = None,
         latents: Latents | None = None,
-        files_of: FilesOf = no_names,
+        files_of: FilesOf = None,
     ) -> None:
         training = settings.ldm.training
         super().__init__(settings, training, process, files_of)
@@ -108,11 +168,11 @@ class LatentDiffusionStep(TrainingStep):
         options = [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options if kind.takes(option)]
         return " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *options])
 
-    def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
+    def backward(self, micro_batches: Sequence[LatentBatch | VolumeBatch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
         pixel_norms: list[Tensor] = []
 
-        def run(batch: LatentBatch | Batch, share: float, is_last: bool) -> dict[str, Tensor]:
+        def run(batch: LatentBatch | VolumeBatch, share: float, is_last: bool) -> dict[str, Tensor]:
             with synchronised(self._parallel_unet, is_last):
                 terms, norm = self._pass(batch, share)
             pixel_norms.extend([] if norm is None else [norm])
@@ -122,7 +182,7 @@ class LatentDiffusionStep(TrainingStep):
         # The guard does not check this norm: with float16 it may overflow, and then the step is skipped.
         return terms | ({"pixel_gradient_norm": torch.stack(pixel_norms).mean()} if pixel_norms else {})
 
-    def _pass(self, batch: LatentBatch | Batch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _pass(self, batch: LatentBatch | VolumeBatch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
             clean = self.clean_latents(batch)
@@ -153,12 +213,12 @@ class LatentDiffusionStep(TrainingStep):
             torch.autograd.backward(outputs, gradients)
         return {name: term.detach() for name, term in terms.items()}, norm
 
-    def clean_latents(self, batch: LatentBatch | Batch) -> Tensor:
+    def clean_latents(self, batch: LatentBatch | VolumeBatch) -> Tensor:
         """Return the normalised means of the batch's latents.
 
         Noise drawn with the encoder's sigma would be learned as if it were signal.
         """
-        if isinstance(batch, Batch):
+        if isinstance(batch, VolumeBatch):
             mean = torch.stack([self.codec.encode(image) for image in batch.image])
         else:
             mean = batch.mean.to(self.process.device, non_blocking=True)
@@ -193,11 +253,10 @@ class LatentDiffusionStep(TrainingStep):
             number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
         return numbers
 
-    def _condition(self, batch: LatentBatch | Batch) -> ConditionBatch:
+    def _condition(self, batch: LatentBatch | VolumeBatch) -> ConditionBatch:
         """Return the conditions on the device, some hidden for classifier-free guidance."""
-        condition = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
         draw = partial(self.noise.uniform, positions=batch.positions)
-        return some_hidden(condition.to(self.process.device), self.settings.ldm.conditioning, draw)
+        return some_hidden(batch.condition.to(self.process.device), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
@@ -223,7 +282,7 @@ class LatentDiffusionStep(TrainingStep):
         number = self.settings.autoencoder.latent_channels
         self.normalisation = Normalisation.stored(state, number).to(self.process.device)
 
-    def example_batch(self, batch_size: int) -> LatentBatch | Batch:
+    def example_batch(self, batch_size: int) -> LatentBatch | VolumeBatch:
         """Return a micro-batch of zeros in the shape that training uses."""
         condition = empty_condition(self.settings, batch_size)
         positions = tuple(range(batch_size))

@@ -7,46 +7,28 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from settings import TrainingSettings
+from training.checkpoints import ResumableRun
 from training.finished_weights import BestWeights
-from training.recording.progress import RunClock
-from training.recording.recorder import Recorder
-from training.resume import ResumableRun
+from training.recording import Recorder, RunClock
 
 log = logging.getLogger(__name__)
-
-
-Preview = TypeVar("Preview")
-"""What `validate` passes to `show`; the loop does not look at it."""
-
-
-class Watch(Protocol):
-    """The part of `memory.watch.MemoryWatch` that the loop uses."""
-
-    def guard(self, folder: Path, step: int, activity: str, saved: int) -> AbstractContextManager[None]:
-        """Report an out-of-memory error raised inside the block."""
-
-    def read(self) -> dict[str, float]:
-        """Return memory readings since the last call, by metric name."""
 
 
 def run_loop(
     run: ResumableRun,
     batches: Iterable[Sequence[Any]],
-    watch: Watch,
-    validate: Callable[[], tuple[dict[str, float], Preview]],
-    show: Callable[[Recorder, int, dict[str, float], Preview], None],
+    watch: Any,
+    validate: Callable[[], tuple[dict[str, float], Any]],
+    show: Callable[[Recorder, int, dict[str, float], Any], None],
 ) -> bool:
     """Train on `batches`, which start at `run.first_step`; return False when stopped by a signal before the last step.
 
-    `show` gets the number of finished steps, and the metrics and the preview that `validate` returned. Every
-    validation follows a checkpoint of the same step; if the previous run was interrupted in between, the loop starts
-    with that validation. The weights of the best validation are kept.
+    `watch` is a `memory.watch.MemoryWatch`. `show` gets the number of finished steps, and the metrics and the preview
+    that `validate` returned. Every validation follows a checkpoint of the same step; if the previous run was
+    interrupted in between, the loop starts with that validation. The weights of the best validation are kept.
     """
     step, folder, saved = run.step, run.folder, run.first_step
     training, process, schedule = step.training, step.process, step.schedule
@@ -66,11 +48,14 @@ def run_loop(
         save_every=training.save_every,
         seconds=schedule.seconds_left,
     )
+
+    def is_validated_at(done: int) -> bool:
+        return done > 0 and (done % training.validate_every == 0 or schedule.is_over(done))
+
     with Recorder(folder, step.stage, process, clock) as recorder, StopSignal() as stop:
         schedule.start()
         is_end = schedule.is_over(run.first_step)
-        is_validated = _is_validated_at(run.first_step, training, is_end)
-        if is_validated and not process.broadcast(recorder.has_validation(run.first_step)):
+        if is_validated_at(run.first_step) and not process.broadcast(recorder.has_validation(run.first_step)):
             run_validation(run.first_step)
 
         for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), run.first_step + 1):
@@ -79,7 +64,7 @@ def run_loop(
             tenths = schedule.tenths
             schedule.read_clock(process)
             is_end = schedule.is_over(done)
-            is_validated = _is_validated_at(done, training, is_end)
+            is_validated = is_validated_at(done)
             must_stop = process.any(bool(stop))
             # How many steps a time allows is not known beforehand: it may be fewer than `save_every`.
             is_due = done % training.save_every == 0 or schedule.tenths > tenths
@@ -90,8 +75,6 @@ def run_loop(
                 step.guard.raise_if_bad(saved)
             if is_logged:
                 recorder.log(done, **step.learning_rates(done - 1), **watch.read())
-                if announcement := clock.announcement(done):
-                    log.info("%s", announcement)
 
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
@@ -109,10 +92,6 @@ def run_loop(
             if is_end:
                 break
     return True
-
-
-def _is_validated_at(done: int, training: TrainingSettings, is_end: bool) -> bool:
-    return done > 0 and (done % training.validate_every == 0 or is_end)
 
 
 class StopSignal:
@@ -142,25 +121,18 @@ class StopSignal:
             self.received = signal.Signals(number).name
             # The system's own handling, because Python's would wait for the end of a long operation.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _leave_closed_terminal()
-            _say(f"{self.received}: finishing this step, then saving a checkpoint (Ctrl-C again stops at once)")
+            # Output that has no place to go after its terminal was closed is dropped: it would end the run.
+            for descriptor in (1, 2):
+                try:
+                    os.write(descriptor, b"")
+                except OSError:
+                    with open(os.devnull, "wb") as nowhere:
+                        os.dup2(nowhere.fileno(), descriptor)
+            # Not through logging: the signal may interrupt a write to the same stream, which is not reentrant.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                text = "finishing this step, then saving a checkpoint (Ctrl-C again stops at once)"
+                with contextlib.suppress(OSError):
+                    os.write(2, f"\n{self.received}: {text}\n".encode())
 
     def __bool__(self) -> bool:
         return self.received is not None
-
-
-def _leave_closed_terminal() -> None:
-    """Drop output that has no place to go after its terminal was closed: a failing progress bar would end the run."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")
-        except OSError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), descriptor)
-
-
-def _say(text: str) -> None:
-    # Not through logging: the signal may interrupt a write to the same stream, which is not reentrant.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{text}\n".encode())

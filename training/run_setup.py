@@ -12,13 +12,11 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data import DataSplit
-from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime import cublas
 from runtime.files import (
@@ -35,8 +33,7 @@ from runtime.files import (
 )
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
-from settings.ldm import SchedulerSettings
-from training.recording.progress import duration_text
+from training.recording import duration_text
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +48,15 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
         with process.raise_on_all_ranks():
             if process.is_rank_zero:
                 stack.enter_context(locked(folder))
-                _remove_leftovers(folder)
-                _check_metrics(folder.metrics)
+                # Temporary files of a killed process; `Checkpoints.save` removes those of checkpoints.
+                for path in (*folder.path.glob(".*.tmp"), *folder.previews.rglob(".*.png.*.tmp")):
+                    path.unlink(missing_ok=True)
+                try:
+                    check_regular(folder.metrics)  # reading a device might never end
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    raise UserError(f"{folder.metrics}: cannot be used ({reason(error)}); move it away") from None
         yield folder
 
 
@@ -98,22 +102,6 @@ def locked(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _remove_leftovers(folder: RunFolder) -> None:
-    """Remove temporary files of a killed process; `Checkpoints.save` removes those of checkpoints."""
-    for path in (*folder.path.glob(".*.tmp"), *folder.previews.rglob(".*.png.*.tmp")):
-        path.unlink(missing_ok=True)
-
-
-def _check_metrics(path: Path) -> None:
-    """Raise `UserError` if metrics.jsonl is not a regular file: reading a device might never end."""
-    try:
-        check_regular(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{path}: cannot be used ({reason(error)}); move it away") from None
-
-
 def describe_run(folder: RunFolder, settings: Settings, process: Process, volumes: DataSplit | None = None) -> None:
     """Write the resolved config, the environment and the size of the data to the run folder, from the first process."""
     if not process.is_rank_zero:
@@ -148,7 +136,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
-    """Return grid, latent shape, parameter counts, noise process, effective batch and steps per pass, one per line."""
+    """Return grid, latent shape, parameter counts, effective batch and steps per pass, one per line."""
     is_first = stage == "autoencoder"
     with torch.device("meta"):
         networks = {"autoencoder": build_autoencoder(settings.autoencoder)}
@@ -162,38 +150,14 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     length = counted(training.max_steps, "step") if hours is None else duration_text(3600 * hours)
     samples = training.samples_per_rank * world_size
     grid = settings.training_grid if is_first else settings.data.voxel_size
-    latent = settings.autoencoder.latent_grid(grid)
-    channels = settings.autoencoder.latent_channels
-    shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
+    volume, latent = ("x".join(map(str, axes)) for axes in (grid, settings.autoencoder.latent_grid(grid)))
+    shapes = f"{settings.autoencoder.in_channels} x {volume} -> {settings.autoencoder.latent_channels} x {latent}"
     lines = {
         "run": f"{RUNS / settings.name}, stage {stage}, {length}",
-        shapes: f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
+        "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent": shapes,
         "parameters": ", ".join(f"{name} {count:,}" for name, count in parameters.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
-    if not is_first:
-        lines["noise process"] = _noise_process(settings.ldm.scheduler)
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
-
-
-def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
-    """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
-    if not process.is_rank_zero:
-        return
-    try:
-        check_conditions(settings, volumes)
-    except UserError as error:
-        log.warning("stage 2 will refuse this config: %s", error)
-
-
-def _noise_process(scheduler: SchedulerSettings) -> str:
-    """Return what the U-Net predicts, and which keys have no effect on that."""
-    if scheduler.type == "rflow":
-        return "rflow, predicts the flow; prediction and schedule are for ddpm and have no effect"
-    return f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
-
-
-def _axes(grid: tuple[int, ...]) -> str:
-    return "x".join(str(axis) for axis in grid)

@@ -17,7 +17,7 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings, TrainingSettings
-from training.guard import FilesOf, Guard, no_names
+from training.guard import FilesOf, Guard
 from training.optimization import AveragedWeights, Schedule, Updater
 
 
@@ -30,7 +30,7 @@ class TrainingStep(ABC):
     higher_is_better: bool
 
     def __init__(
-        self, settings: Settings, training: TrainingSettings, process: Process, files_of: FilesOf = no_names
+        self, settings: Settings, training: TrainingSettings, process: Process, files_of: FilesOf = None
     ) -> None:
         self.settings, self.training = settings, training
         self.process = process

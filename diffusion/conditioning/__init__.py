@@ -17,10 +17,9 @@ from torch import Tensor
 
 from data import DataSplit, VolumeFile
 from diffusion.conditioning.class_label import ClassLabel, check_classes
-from diffusion.conditioning.kind import ConditionKind, Partners, Preparation, Prepared
+from diffusion.conditioning.kind import ConditionKind, KnownVoxels, Partners, Preparation, Prepared
 from diffusion.conditioning.label_map import LabelMap
 from diffusion.conditioning.scan import Modality, Scan
-from diffusion.conditioning.space import KnownVoxels
 from diffusion.conditioning.tabular import Tabular
 from diffusion.conditioning.volume import ConditionVolume, held_out_with_hole
 from runtime.files import counted
@@ -97,16 +96,15 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
     `draw` returns a uniform number in [0, 1) for each sample and purpose.
     """
     kinds = [kind for kind in kinds_of(s) if kind.draws]
-    several = sum(len(kind.draws) for kind in kinds) > 1
-    together, of_all = (
-        (draw("hide together") < JOINT_DROPOUT_PROBABILITY, draw("hide all")) if several else (None, None)
-    )
+    if sum(len(kind.draws) for kind in kinds) > 1:
+        together, of_all = draw("hide together") < JOINT_DROPOUT_PROBABILITY, draw("hide all")
 
-    def is_hidden(purpose: str) -> Tensor:
-        own = draw(purpose)
-        if together is not None and of_all is not None:
-            own = torch.where(together, of_all, own)
-        return own < s.dropout
+        def is_hidden(purpose: str) -> Tensor:
+            return torch.where(together, of_all, draw(purpose)) < s.dropout
+    else:
+
+        def is_hidden(purpose: str) -> Tensor:
+            return draw(purpose) < s.dropout
 
     changed = {kind.name: kind.some_hidden(condition.parts[kind.name], is_hidden) for kind in kinds}
     return ConditionBatch({**condition.parts, **changed})
@@ -128,16 +126,11 @@ def error_weights(condition: ConditionBatch, voxel_effects: Tensor, of_known: fl
 
 def empty_condition(settings: Settings, batch_size: int) -> ConditionBatch:
     """Return conditions of zeros in the shape that training uses: class 0, and everything else hidden."""
-    return ConditionBatch(
-        {
-            kind.name: torch.zeros(
-                batch_size,
-                *kind.shape(settings),
-                dtype=torch.long if kind.unet_input == "class_labels" else torch.float32,
-            )
-            for kind in kinds_of(settings.ldm.conditioning)
-        }
-    )
+    parts = {}
+    for kind in kinds_of(settings.ldm.conditioning):
+        dtype = torch.long if kind.unet_input == "class_labels" else torch.float32
+        parts[kind.name] = torch.zeros(batch_size, *kind.shape(settings), dtype=dtype)
+    return ConditionBatch(parts)
 
 
 def find_partners_of(
@@ -188,14 +181,12 @@ class ConditionStore:
 
     def pictures(self, index: int) -> dict[str, Tensor]:
         """Return the conditions of a volume that are volumes too, as (D, H, W) in [0, 1], to look at."""
-        shown = {name: kind.picture for name, kind in self.prepared.items()}
-        return {name: picture(index) for name, picture in shown.items() if picture is not None}
+        kinds = self.prepared.items()
+        return {name: kind.picture(index) for name, kind in kinds if kind.picture is not None}
 
     def known(self, index: int) -> KnownVoxels | None:
         """Return what the condition of a volume knows of the volume; None if it is not made from it."""
-        found = (kind.known for kind in self.prepared.values() if kind.known is not None)
-        known = next(found, None)
-        return None if known is None else known(index)
+        return next((kind.known(index) for kind in self.prepared.values() if kind.known is not None), None)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -206,16 +197,12 @@ class ConditionStore:
 def prepare_conditions(pairs: Pairs, run: Preparation) -> ConditionStore | None:
     """Make the conditions of all volumes that are not cached yet; None if there are none."""
     s = run.settings.ldm.conditioning
-    kinds = kinds_of(s)
-    if not kinds:
+    if not (kinds := kinds_of(s)):
         return None
     prepared = {kind.name: kind.prepare(pairs.get(kind.name, Partners()), run) for kind in kinds}
-    return ConditionStore(prepared, partners_digest(pairs) if s.comes_from_volumes else None)
-
-
-def partners_digest(pairs: Pairs) -> str:
-    """Return a hash of the content of all partners."""
+    if not s.comes_from_volumes:
+        return ConditionStore(prepared)
     by_role = [part for partners in pairs.values() for part in partners.files.items()]
     lines = [f"{role}\t{file.digest}" for role, files in by_role for file in files]
     lines += [json.dumps(row, sort_keys=True) for partners in pairs.values() for row in partners.rows]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return ConditionStore(prepared, hashlib.sha256("\n".join(lines).encode()).hexdigest())

@@ -18,10 +18,9 @@ from data.partners import named_after
 from diffusion.conditioning import KINDS, ConditionBatch, kinds_of
 from diffusion.conditioning.class_label import class_number
 from diffusion.conditioning.kind import Asked, Case, Sample
-from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
-from settings import DataError, DataSettings, UserError
+from settings import DataError, UserError
 
 MAIN = "--condition"
 """The option whose files name the cases, and whose space their samples lie in."""
@@ -83,15 +82,18 @@ def _check_options(asked: Asked) -> None:
     """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
     s, given = asked.settings.ldm.conditioning, asked.files
     for kind in (cls(s) for cls in KINDS):
-        kind.check_options(given)
+        taken = {option: what for option, what in kind.options.items() if kind.takes(option)}
+        missing = [option for option in taken if option not in given]
         for option, what in kind.options.items():
-            if option in given and not kind.takes(option):
+            if option in given and option not in taken:
                 raise UserError(f"{option}: the run was trained without {what}; leave it out")
-            if option not in given and kind.takes(option) and not s.dropout:
-                raise UserError(
-                    f"{option}: not given, but the run was trained with {what} for every volume (dropout: 0); give a "
-                    "file or a folder of them"
-                )
+        if missing and len(missing) < len(taken):
+            raise UserError(f"{missing[0]}: not given; the run takes {' and '.join(taken)} together; give both")
+        if missing and not s.dropout:
+            raise UserError(
+                f"{missing[0]}: not given, but the run was trained with {taken[missing[0]]} for every volume (dropout: "
+                "0); give a file or a folder of them"
+            )
 
 
 def _cases(asked: Asked, codec: VolumeCodec | None) -> list[Case]:
@@ -110,23 +112,16 @@ def _cases(asked: Asked, codec: VolumeCodec | None) -> list[Case]:
         parts = {kind: part for kind, part in read.items() if part is not None}
         # The space of condition volumes, if there are any, else of the only other files.
         _, space = [*parts.values()][-1]
-        _check_together(paths, space, asked.settings.data)
+        volume, labels = paths.get(MAIN), paths.get("--labels")
+        if volume is not None and labels is not None:
+            x, y, z = space.geometry.shape
+            header = replace(read_header(volume), shape=(x, y, z), affine=space.geometry.affine)
+            if problem := mismatch(labels, read_header(labels), volume, header, asked.settings.data):
+                raise DataError(problem)
         digests = [content_digest(path) if path is not None else "" for path in found.values()]
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
         cases.append(Case(name, {kind: part for kind, (part, _) in parts.items()}, space, digest))
     return cases
-
-
-def _check_together(paths: Mapping[str, Path], space: Space, data: DataSettings) -> None:
-    """Raise DataError if a case's label map does not cover the space that its volume is brought to."""
-    volume, labels = paths.get(MAIN), paths.get("--labels")
-    if volume is None or labels is None:
-        return
-    x, y, z = space.geometry.shape
-    header = replace(read_header(volume), shape=(x, y, z), affine=space.geometry.affine)
-    problem = mismatch(labels, read_header(labels), volume, header, data)
-    if problem is not None:
-        raise DataError(problem)
 
 
 def _files_of(place: str | None, option: str) -> dict[str, Path]:

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from data import DataSplit, VolumeFile
-from data.loading import Pose
+from data.geometry import Geometry
+from data.loading import Pose, on_file_grid
 from data.tables import Row
-from diffusion.conditioning.space import KnownVoxels, Space
 from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec
 from runtime.cli.bars import ProgressBar
@@ -87,17 +89,12 @@ class Preparation:
         settings that decide the result. The variant changes from pass to pass, and each augmented copy is another one.
         They are on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
         """
-        entries = [(index, variant, 0) for index in range(len(self.files)) for variant in range(num_variants)]
         copies = range(1, 1 + self.num_copies)
+        entries = [(index, variant, 0) for index in range(len(self.files)) for variant in range(num_variants)]
         entries += [(index, copy, copy) for index in range(len(self.volumes.train)) for copy in copies]
-        row_of = {(index, variant if copy == 0 else 0, copy): row for row, (index, variant, copy) in enumerate(entries)}
+        rows = {entry: row for row, entry in enumerate(entries)}
 
-        def made(row: int) -> Tensor:
-            index, variant, copy = entries[row]
-            return make(index, variant, None if copy == 0 or self.pose is None else self.pose(index, copy))
-
-        def name(row: int) -> str:
-            index, variant, copy = entries[row]
+        def name(index: int, variant: int, copy: int) -> str:
             text = made_from(index, variant)
             if copy:
                 scales = self.settings.ldm.conditioning.copies_scale
@@ -109,24 +106,122 @@ class Preparation:
         folder = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], shape)
         in_memory = torch.zeros(0 if is_on_disk else len(entries), *shape)
         with self.process.raise_on_all_ranks():
-            rows = range(self.process.rank, len(entries), self.process.world_size)
-            missing = [row for row in rows if not is_on_disk or folder.find(name(row)) is None]
+            share = entries[self.process.rank :: self.process.world_size]
+            missing = [entry for entry in share if not is_on_disk or folder.find(name(*entry)) is None]
             # Passed only to hide the bar, because an explicit disable=False would override --quiet.
             hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
-            for row in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
+            for entry in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
+                index, variant, copy = entry
+                made = make(index, variant, None if copy == 0 or self.pose is None else self.pose(index, copy))
                 if is_on_disk:
-                    folder.write(name(row), "condition", made(row))
+                    folder.write(name(*entry), "condition", made)
                 else:
-                    in_memory[row] = made(row)
+                    in_memory[rows[entry]] = made
         if not is_on_disk:
             # One process fills each row and the others leave zeros.
             self.process.sum(in_memory)
 
         def read(index: int, variant: int, copy: int) -> Tensor:
-            row = row_of[index, 0 if copy else variant % num_variants, copy]
-            return folder.read(name(row), "condition") if is_on_disk else in_memory[row]
+            entry = (index, copy or variant % num_variants, copy)
+            return folder.read(name(*entry), "condition") if is_on_disk else in_memory[rows[entry]]
 
         return read
+
+
+def block_means(image: Tensor, factors: Sequence[int]) -> Tensor:
+    """Average blocks of `factors` voxels of a (C, D, H, W) volume."""
+    return F.avg_pool3d(image[None], tuple(factors), tuple(factors))[0]
+
+
+def filled(image: Tensor, unknown: Tensor) -> Tensor:
+    """Return a volume (C, D, H, W) whose known voxels go on smoothly where it is `unknown`, bool (D, H, W).
+
+    There it has means of known voxels, interpolated from the finest grid that has any. If nothing is known, it is 0.
+    """
+    if not unknown.any() or unknown.all():
+        return image.masked_fill(unknown, 0.0)
+    d, h, w = unknown.shape
+    size = ((d + 1) // 2, (h + 1) // 2, (w + 1) // 2)
+    share = F.adaptive_avg_pool3d((~unknown)[None].float(), size)
+    means = F.adaptive_avg_pool3d(image.masked_fill(unknown, 0.0), size) / share.clamp_min(torch.finfo().tiny)
+    coarse = filled(means, share[0] == 0)
+    finer = F.interpolate(coarse[None], size=image.shape[1:], mode="trilinear", align_corners=False)[0]
+    return image.where(~unknown, finer)
+
+
+@dataclass(frozen=True)
+class KnownVoxels:
+    """What is known of a volume: all but where `unknown`, bool (D, H, W), is True, or the means of blocks of `factors`.
+
+    Without either nothing is.
+    """
+
+    unknown: Tensor | None = None
+    factors: tuple[int, ...] = (1, 1, 1)
+
+    def kept_in(self, sample: Tensor, known: Tensor) -> Tensor:
+        """Return a sample (C, D, H, W) with what is known: `known` is the target, or the means of its blocks.
+
+        In a hole, what the sample lacks around it goes on smoothly, so that no step is left at its border.
+        """
+        if self.unknown is not None:
+            return (sample + filled(known - sample, self.unknown)).where(self.unknown, known)
+        if max(self.factors) == 1:
+            return sample
+        means = block_means(known, self.factors) if known.shape == sample.shape else known
+        missing = means - block_means(sample, self.factors)
+        for axis, factor in enumerate(self.factors, start=1):
+            missing = missing.repeat_interleave(factor, dim=axis)
+        return sample + missing
+
+
+NOTHING_KNOWN = KnownVoxels()
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where a condition from the command line lies, which its samples are written in: grid, affine, intensities.
+
+    `lower` and `upper` are its intensities if its samples have the same, as they have if it is made from its target.
+    Then `voxels` (C, X, Y, Z) are those of its file, and samples keep what is `known`, on the file's axes. With a hole,
+    `on_grid` has what is known on the network's grid, and the condition there in [0, 1].
+    """
+
+    geometry: Geometry
+    lower: tuple[float, ...] | None = None
+    upper: tuple[float, ...] | None = None
+    voxels: np.ndarray | None = None
+    known: KnownVoxels = NOTHING_KNOWN
+    on_grid: tuple[KnownVoxels, Tensor] | None = None
+
+    def restored(self, unit: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]) -> np.ndarray:
+        """Return a sample (C, D, H, W) in [0, 1] on the file's grid; `lower` and `upper` are the training set's."""
+        if self.on_grid is not None:
+            known, image = self.on_grid
+            unit = known.kept_in(torch.from_numpy(unit), image).clamp(0, 1).numpy()
+        result = on_file_grid(unit * 2 - 1, self.geometry, self.lower or lower, self.upper or upper)
+        if self.voxels is None:
+            return result
+        if self.known.unknown is not None:
+            return np.where(self.known.unknown.numpy(), result, self.voxels)
+        return self.known.kept_in(torch.from_numpy(result), torch.from_numpy(self.voxels)).numpy()
+
+    def shown(
+        self, restored: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]
+    ) -> tuple[Tensor, tuple[float, ...], tuple[int, ...] | None]:
+        """Return the first channel of what `restored` returned for a picture, (D, H, W) in [0, 1], and its spacing.
+
+        The third result is a voxel amid those that were unknown; None if there were none.
+        """
+        low, high = (np.float32(ends[0]) for ends in (self.lower or lower, self.upper or upper))
+        unit = (self.geometry.oriented(restored)[0] - low) / np.maximum(high - low, np.finfo(np.float32).tiny)
+        spacing_mm = np.linalg.norm(self.geometry.affine[:3, list(self.geometry.axes)], axis=0)
+        at, unknown = None, self.known.unknown
+        if unknown is not None and unknown.any():
+            places = np.argwhere(self.geometry.oriented(unknown.numpy()[None])[0])
+            distances = np.square(places - places.mean(axis=0)).sum(axis=1)
+            at = tuple(places[distances.argmin()].tolist())
+        return torch.from_numpy(unit.clip(0, 1)), tuple(spacing_mm.tolist()), at
 
 
 @dataclass(frozen=True)
@@ -254,10 +349,6 @@ class ConditionKind(ABC):
         """Return whether the run can use the files of one of the options."""
         return self.is_used
 
-    def check_options(self, given: Mapping[str, str]) -> None:
-        """Raise `UserError` if options are given, by their names, that do not go together."""
-        return None
-
     def read_files(
         self, paths: Mapping[str, Path], asked: Asked, codec: VolumeCodec | None
     ) -> tuple[Tensor, Space] | None:
@@ -271,8 +362,4 @@ class ConditionKind(ABC):
     def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
         """Return what gives the condition of each sample; raise `UserError` for what is wrong or missing."""
         nothing = torch.zeros(self.shape(asked.settings))
-
-        def of_sample(sample: Sample) -> Tensor:
-            return nothing if sample.case is None else sample.case.parts.get(self.name, nothing)
-
-        return of_sample
+        return lambda sample: nothing if sample.case is None else sample.case.parts.get(self.name, nothing)

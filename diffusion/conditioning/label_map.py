@@ -17,8 +17,7 @@ from data.geometry import Geometry, geometry_of, in_planes
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure
-from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
-from diffusion.conditioning.space import Space
+from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
 from settings import DataError, DataSettings
@@ -130,10 +129,7 @@ def label_problem(path: Path, facts: VolumeFacts, num_classes: int) -> str | Non
     """Return why a file cannot be a label map, or None if it can."""
     name = printable(path)
     if facts.num_channels != 1:
-        return (
-            f"{name}: {facts.num_channels} channels ({' x '.join(map(str, facts.axes))}); a label map has one; "
-            "merge them into one map"
-        )
+        return f"{name}: {facts.num_channels} channels; a label map has one; merge them into one map"
     if not facts.is_whole:
         return f"{name}: values that are not whole numbers, so it is not a label map; round it or take it out"
     if not 0 <= facts.minimum <= facts.maximum < num_classes:

@@ -66,8 +66,26 @@ class Tabular(ConditionKind):
     unet_input = "numbers"
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
-        """Read the row of each volume."""
-        return Partners(rows=tuple(read_values(self.s.tabular, files, problems).values()))
+        """Read the row of each volume; name each that is missing, doubled or wrong."""
+        s, key = self.s.tabular, f"{TABULAR}.table"
+        assert s.table is not None, "columns need a table"
+        where = f"{key}: {printable(s.table)}"
+        rows = read_rows(s.table, s.columns, files, key, problems)
+        problems += [
+            f"{printable(name)}: {column} is {printable(row[column])}, which is not a finite number in {where}; "
+            "correct it"
+            for name, row in rows.items()
+            for column in s.continuous
+            if row[column] and _number(row[column]) is None
+        ]
+        for column in s.categorical:
+            known = {row[column] for row in rows.values()}
+            if len(known) > MAX_CATEGORIES:
+                problems.append(
+                    f"{where}: column {printable(column)} has {len(known)} different values; allowed: at most "
+                    f"{MAX_CATEGORIES}; merge some of them, or make the column continuous"
+                )
+        return Partners(rows=tuple(rows.values()))
 
     def prepare(self, partners: Partners, run: Preparation) -> Prepared:
         """Code the rows, by the code of training if there is one."""
@@ -114,28 +132,6 @@ class Tabular(ConditionKind):
                 text = "--number: %s=%s is outside what the run was trained on, %g to %g; the volumes are extrapolated"
                 log.warning(text, printable(name), printable(values[name]), lowest, highest)
         return lambda sample: vector
-
-
-def read_values(s: TabularSettings, files: Sequence[VolumeFile], problems: list[str]) -> dict[str, Row]:
-    """Return the values of each volume; append a line to `problems` for each that is missing, doubled or wrong."""
-    assert s.table is not None, "columns need a table"
-    key = f"{TABULAR}.table"
-    where = f"{key}: {printable(s.table)}"
-    rows = read_rows(s.table, s.columns, files, key, problems)
-    problems += [
-        f"{printable(name)}: {column} is {printable(row[column])}, which is not a finite number in {where}; correct it"
-        for name, row in rows.items()
-        for column in s.continuous
-        if row[column] and _number(row[column]) is None
-    ]
-    for column in s.categorical:
-        known = {row[column] for row in rows.values()}
-        if len(known) > MAX_CATEGORIES:
-            problems.append(
-                f"{where}: column {printable(column)} has {len(known)} different values; allowed: at most "
-                f"{MAX_CATEGORIES}; merge some of them, or make the column continuous"
-            )
-    return rows
 
 
 def code_of(s: TabularSettings, rows: Sequence[Row], num_train: int) -> NumberCode:

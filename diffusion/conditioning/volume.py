@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,19 +19,28 @@ from data import VolumeFile, in_pose, load_file, to_unit
 from data.checking import outside_windows
 from data.files.header import Header
 from data.formats import read_header, read_stored
-from data.geometry import Geometry, geometry_of, in_planes, mismatch, regridded
+from data.geometry import geometry_of, in_planes, mismatch, regridded
 from data.intensity import INTENSITY, scale_to_network
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure, unusable
-from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
+from diffusion.conditioning.kind import (
+    Asked,
+    ConditionKind,
+    KnownVoxels,
+    Partners,
+    Preparation,
+    Prepared,
+    Space,
+    block_means,
+    filled,
+)
 from diffusion.conditioning.label_map import label_reading, mask_on_grid, reading_of
-from diffusion.conditioning.space import KnownVoxels, Space, block_means, filled
 from diffusion.normalisation import Normalisation, Statistics
 from models.frozen_autoencoder import weights_digest
 from models.volume_codec import VolumeCodec
 from runtime.files import counted, printable
-from settings import DataError, DataSettings, Settings, UserError
+from settings import DataError, DataSettings, Settings
 from settings.conditioning import VOLUME, VolumeSettings
 
 log = logging.getLogger(__name__)
@@ -56,16 +66,12 @@ class ConditionVolume(ConditionKind):
         s, found = self.s.volume, {"volumes": tuple(files)}
         if s.degrade.masks is not None:
             place = PartnerSource(s.degrade.masks, HOLE, "hole")
-            masks = checked_partners(place, files, data, label_reading(data), mask_problem, problems)
-            found["masks"] = masks
+            found["masks"] = checked_partners(place, files, data, label_reading(data), mask_problem, problems)
         if not s.is_from_target:
             assert s.source is not None, "condition volumes have a source"
-            reading = volume_reading(data, s)
-            found["volumes"] = checked_partners(
-                PartnerSource(s.source, f"{VOLUME}.source", "volume"),
-                *(files, data, reading, lambda path, facts: volume_problem(path, facts, reading, s), problems),
-                s.num_channels,
-            )
+            place, reading = PartnerSource(s.source, f"{VOLUME}.source", "volume"), volume_reading(data, s)
+            check = partial(volume_problem, reading=reading, s=s)
+            found["volumes"] = checked_partners(place, files, data, reading, check, problems, s.num_channels)
         return Partners(found)
 
     def prepare(self, partners: Partners, run: Preparation) -> Prepared:
@@ -81,13 +87,13 @@ class ConditionVolume(ConditionKind):
                 return mask_on_grid(masks[index].path, data, pose)
             return hole_mask(data.voxel_size, s.degrade.box, settings.seed, volumes[index].digest, variant)
 
-        def image(index: int, variant: int, pose: Pose | None = None) -> Tensor:
+        def image(index: int, pose: Pose | None = None) -> Tensor:
             loaded = load_file(volumes[index], data).image
             loaded = loaded if pose is None else in_pose(loaded, pose)
             return lowered(loaded, s.degrade.downsample) if s.is_from_target and s.degrade.is_coarser else loaded
 
         def channels(index: int, variant: int, pose: Pose | None) -> Tensor:
-            loaded, hole = image(index, variant, pose), unknown(index, variant, pose)
+            loaded, hole = image(index, pose), unknown(index, variant, pose)
             return on_latent_grid(loaded, hole, codec, settings.latent_shape[1:])
 
         def made_from(index: int, variant: int) -> str:
@@ -101,7 +107,7 @@ class ConditionVolume(ConditionKind):
         shape, variants = self.shape(settings), s.degrade.variants
         read = run.cached(channels, made_from, shape, key, "condition volumes", variants)
         if run.learned is None:
-            statistics = Statistics(len(run.volumes.train), shape[0] - 1)
+            statistics = Statistics(len(run.volumes.train), (shape[0] - 1, *shape[1:]))
             with run.process.raise_on_all_ranks():
                 for index in range(run.process.rank, len(run.volumes.train), run.process.world_size):
                     statistics.add(index, read(index, 0, 0)[:-1])
@@ -110,17 +116,14 @@ class ConditionVolume(ConditionKind):
             normalisation = run.learned[self.name]
 
         def picture(index: int) -> Tensor:
-            shown, hole = to_unit(image(index, 0)[0]), unknown(index, 0)
+            shown, hole = to_unit(image(index)[0]), unknown(index, 0)
             return shown if hole is None else shown.masked_fill(hole, 0.0)
-
-        def known(index: int) -> KnownVoxels:
-            return KnownVoxels(unknown(index, 0), s.degrade.downsample)
 
         return Prepared(
             lambda index, number, copy: normalised(read(index, number, copy), normalisation),
             normalisation.content("condition"),
             picture,
-            known if s.is_from_target else None,
+            (lambda index: KnownVoxels(unknown(index, 0), s.degrade.downsample)) if s.is_from_target else None,
         )
 
     def learned(self, metadata: Mapping[str, Any], settings: Settings) -> Normalisation:
@@ -130,15 +133,6 @@ class ConditionVolume(ConditionKind):
     def takes(self, option: str) -> bool:
         """Return whether the run has condition volumes, or fills holes."""
         return self.s.volume.has_hole if option == "--mask" else self.is_used
-
-    def check_options(self, given: Mapping[str, str]) -> None:
-        """Raise `UserError` if only one of a volume and its mask is given."""
-        missing = [option for option in self.options if option not in given]
-        if self.s.volume.has_hole and len(missing) == 1:
-            raise UserError(
-                f"{missing[0]}: not given; the run fills what a mask says is unknown in a volume; give both "
-                "--condition and --mask"
-            )
 
     def read_files(
         self, paths: Mapping[str, Path], asked: Asked, codec: VolumeCodec | None
@@ -177,10 +171,10 @@ def volume_problem(path: Path, facts: VolumeFacts, reading: DataSettings, s: Vol
 
 def mask_problem(path: Path, facts: VolumeFacts) -> str | None:
     """Return why a file cannot be a mask, or None if it can."""
-    if facts.num_channels != 1 or facts.num_not_finite:
-        found = f"{facts.num_channels} channels" if facts.num_channels != 1 else "values that are not finite"
-        return f"{printable(path)}: {found}; a mask has one channel of finite numbers; repair it"
-    return None
+    if facts.num_channels == 1 and not facts.num_not_finite:
+        return None
+    found = f"{counted(facts.num_channels, 'channel')}, {facts.num_not_finite:,} values that are not finite"
+    return f"{printable(path)}: {found}; a mask has one channel of finite numbers; repair it"
 
 
 def lowered(image: Tensor, factors: Sequence[int]) -> Tensor:
@@ -255,13 +249,11 @@ def read_condition(
         factors = (by_axis[0], by_axis[1], by_axis[2])
         header = _finer(header, factors)
     geometry = geometry_of(header, reading)
+    shown = regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels
     if unknown is not None:
-        lowest = np.array(facts.lower, np.float32)[:, None, None, None]
-        oriented = geometry.oriented(np.where(unknown, lowest, voxels))
-    else:
-        oriented = geometry.oriented(regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels)
-
-    parts = (scale_to_network(np.array(part, np.float32), facts.lower, facts.upper) for part in in_planes(oriented))
+        shown = np.where(unknown, np.array(facts.lower, np.float32)[:, None, None, None], voxels)
+    planes = in_planes(geometry.oriented(shown))
+    parts = (scale_to_network(np.array(part, np.float32), facts.lower, facts.upper) for part in planes)
     image = torch.from_numpy(geometry.to_network_grid(facts.num_channels, parts))
     if not s.is_from_target:
         return image, Space(geometry)
@@ -295,17 +287,11 @@ def read_mask(path: Path, volume: Path, data: DataSettings) -> tuple[Tensor, np.
             f"{printable(path)}: above 0 everywhere, so nothing of {printable(volume)} is known; a mask is 0 where the "
             "volume is known; change it"
         )
-    _warn_of_what_is_cut_away(path, unknown, geometry)
-    return mask_on_grid(path, data), unknown
-
-
-def _warn_of_what_is_cut_away(path: Path, unknown: np.ndarray, geometry: Geometry) -> None:
-    """Warn if a part of the hole lies outside the network's grid, where it cannot be filled."""
     inside = geometry.to_file_grid(np.ones((1, *geometry.grid), np.float32))[0] > 0
-    number, total = int((unknown & ~inside).sum()), int(unknown.sum())
-    if number:
+    if number := int((unknown & ~inside).sum()):  # which cannot be filled
         text = "%s: %s of its %s voxels above 0 lie outside the network's grid and get the lowest intensity"
-        log.warning(text, printable(path), f"{number:,}", f"{total:,}")
+        log.warning(text, printable(path), f"{number:,}", f"{int(unknown.sum()):,}")
+    return mask_on_grid(path, data), unknown
 
 
 def _finer(header: Header, factors: tuple[int, int, int]) -> Header:

@@ -15,7 +15,7 @@ from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
 from runtime.files import RunFolder, write_text
 from runtime.processes import Process
 from settings import UserError
-from training.recording.recorder import Recorder
+from training.recording import Recorder
 from training.validation.previews import Preview, save_picture, save_viewer_volumes
 
 log = logging.getLogger(__name__)

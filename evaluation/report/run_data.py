@@ -20,7 +20,7 @@ from evaluation.report.volumes import viewer_data
 from runtime.files import STAGES, RunFolder, check_regular, counted, read_text, reason
 from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
-from training.recording.progress import ELAPSED
+from training.recording import ELAPSED
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from evaluation.report.charts import STAGE_TITLES
 from runtime.files import counted, printable, size_text
-from training.recording.progress import duration_text
+from training.recording import duration_text
 
 Run = dict[str, Any]
 _METRICS = (

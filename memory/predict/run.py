@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from diffusion.conditioning import empty_condition, kinds_of
-from diffusion.latent_batches import LatentBatch
+from diffusion.latents import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler, guided, num_predictions
 from memory.predict.allocator import AllocatorLimits, replay

@@ -15,7 +15,7 @@ from memory.predict.prediction import (
     Prediction,
 )
 from runtime.files import counted
-from training.recording.progress import duration_text
+from training.recording import duration_text
 
 CPU_TIME = "Time on a CPU: not known before training has measured its first steps."
 

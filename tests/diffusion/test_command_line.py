@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from diffusion.conditioning.tabular import NumberCode, Tabular, code_of
 from diffusion.normalisation import Normalisation
 from settings import DataError, Settings, UserError
 from settings.conditioning import ConditioningSettings, TabularSettings
-from tests.data.test_dicom import SHAPE, voxels_of, write_series
+from tests.data.test_dicom import voxels_of, write_series
 
 BOTH = {
     "label_map": {"source": "maps", "num_classes": 3},
@@ -44,18 +43,17 @@ def cases(values: dict[str, Any], **files: str) -> list[Case]:
     return AskedConditions(Asked(Settings.model_validate(values), learned, files=given), (), None).cases
 
 
-def test_a_single_file_belongs_to_every_file_of_a_folder(tiny_values, folder):
+@pytest.mark.parametrize(
+    ("own", "others", "alone"), [("label map", "volume", "labels"), ("volume", "label map", "condition")]
+)
+def test_a_single_file_belongs_to_every_file_of_a_folder(tiny_values, folder, own, others, alone):
+    files = {"labels": "maps", "condition": "others"}
     Path("one").mkdir()
-    for option, name in (("labels", "maps"), ("condition", "others")):
-        Path(f"{name}/b.nii").rename("one/elsewhere.nii")
-        other = {"labels": "others", "condition": "maps"}[option]
-        options = {"labels": "condition", "condition": "labels"}
-        found = cases(tiny_values, **{option: "one/elsewhere.nii", options[option]: other})
-        assert [case.name for case in found] == ["a", "b", "c"]
-        own, others = ("label map", "volume") if option == "labels" else ("volume", "label map")
-        assert np.array_equal(found[0].parts[own], found[2].parts[own])
-        assert not np.array_equal(found[0].parts[others], found[2].parts[others])
-        Path("one/elsewhere.nii").rename(f"{name}/b.nii")
+    Path(f"{files[alone]}/b.nii").rename("one/elsewhere.nii")
+    found = cases(tiny_values, **files | {alone: "one/elsewhere.nii"})
+    assert [case.name for case in found] == ["a", "b", "c"]
+    assert np.array_equal(found[0].parts[own], found[2].parts[own])
+    assert not np.array_equal(found[0].parts[others], found[2].parts[others])
 
 
 def test_files_of_one_case_must_cover_the_same_space(tiny_values, folder):
@@ -116,33 +114,18 @@ def test_label_maps_find_their_volumes_by_the_endings_that_training_knows(tiny_v
     assert [case.name for case in expected] == ["a_seg", "b_seg", "c_seg"]
 
 
-def test_a_folder_of_dicom_series_gives_one_volume_for_each(tmp_path):
-    for name in ("a", "b"):
-        write_series(tmp_path / "scans" / name, voxels_of(0))
-    found = _files_of(str(tmp_path / "scans"), "--condition")
-    assert {name: path.parent.name for name, path in found.items()} == {"a": "a", "b": "b"}
-    assert _files_of(str(tmp_path / "scans" / "b"), "--condition").keys() == {"b"}
-
-
-def test_volumes_of_one_name_in_one_folder_are_refused(tmp_path):
-    write_series(tmp_path / "scans" / "a", voxels_of(0))
-    write_nifti(tmp_path / "scans" / "c.nii.gz", np.zeros((1, *SHAPE), np.float32), np.eye(4))
-    assert _files_of(str(tmp_path / "scans"), "--condition").keys() == {"a", "c"}
-    write_nifti(tmp_path / "scans" / "a.nii.gz", np.zeros((1, *SHAPE), np.float32), np.eye(4))
-    with pytest.raises(UserError, match="has two volumes named a, but for the ending; rename one"):
-        _files_of(str(tmp_path / "scans"), "--condition")
-
-
-def test_series_whose_first_files_share_a_name_are_told_apart_by_their_folders(tmp_path):
+def test_each_dicom_series_of_a_folder_is_a_volume_and_no_two_have_one_name(tmp_path):
     scans = tmp_path / "scans"
-    for folder in (scans / "a", scans / "b"):
-        for series in (1, 2):
-            for place, path in enumerate(write_series(folder, voxels_of(0))):
-                path.rename(folder / f"{series}_{place}.dcm")
+    for name in ("a", "b"):
+        write_series(scans / name, voxels_of(0))
     found = _files_of(str(scans), "--condition")
-    assert sorted(found) == ["a_1_0.dcm", "a_2_0.dcm", "b_1_0.dcm", "b_2_0.dcm"]
-    write_series(scans / "scans", voxels_of(0))
-    for path in (scans / "scans").iterdir():
-        shutil.copy(path, scans / path.name)
-    with pytest.raises(UserError, match=r"--condition: .* has two volumes named scans, .* folders of DICOM series"):
+    assert {name: path.parent.name for name, path in found.items()} == {"a": "a", "b": "b"}
+    assert _files_of(str(scans / "b"), "--condition").keys() == {"b"}
+    # Several of one folder have the names of their first files.
+    for series in (1, 2):
+        for place, path in enumerate(write_series(scans / "c", voxels_of(0))):
+            path.rename(scans / "c" / f"{series}_{place}.dcm")
+    assert sorted(_files_of(str(scans), "--condition")) == ["a", "b", "c_1_0.dcm", "c_2_0.dcm"]
+    write_nifti(scans / "a.nii.gz", np.zeros((1, 4, 4, 4), np.float32), np.eye(4))
+    with pytest.raises(UserError, match="has two volumes named a, but for the ending; rename one"):
         _files_of(str(scans), "--condition")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
 from torch import Tensor
 
 from diffusion.noise_process import SMALLEST_SIGNAL, NoiseProcess
-from diffusion.samplers import ddpm
+from diffusion.sampling import ddpm
 from settings.ldm import SchedulerSettings
 
 CPU = torch.device("cpu")
@@ -18,6 +20,21 @@ SHAPE = (3, 2, 4, 4, 4)
 
 def process(**values) -> NoiseProcess:
     return NoiseProcess(SchedulerSettings(**values), CPU)
+
+
+def alpha_bar(s: SchedulerSettings) -> list[float]:
+    """The share of the variance that is signal, for each timestep, from a plain loop."""
+    count = s.num_train_timesteps
+    kept, product = [], 1.0
+    for t in range(count):
+        if s.schedule == "cosine":
+            before, after = (math.cos((place / count + 0.008) / 1.008 * math.pi / 2) ** 2 for place in (t, t + 1))
+            beta = min(1 - after / before, 0.999)
+        else:
+            beta = (0.0015**0.5 + (0.0195**0.5 - 0.0015**0.5) * t / (count - 1)) ** 2
+        product *= 1 - beta
+        kept.append(product)
+    return kept
 
 
 def step_of_ddpm(ours: NoiseProcess, implied, now: Tensor, after: Tensor, fresh: Tensor) -> Tensor:
@@ -44,9 +61,8 @@ def test_ddpm_noises_and_steps_as_monai_does(schedule, prediction):
     times = torch.tensor([3, 500, 960])
     noisy = ours.add_noise(clean, noise, times)
     torch.testing.assert_close(noisy, stock.add_noise(clean, noise, times), rtol=1e-5, atol=1e-5)
-    if prediction == "v":
-        velocity = stock.get_velocity(clean, noise, times)
-        torch.testing.assert_close(ours.target(clean, noise, times), velocity, rtol=1e-5, atol=1e-5)
+    target = noise if prediction == "epsilon" else stock.get_velocity(clean, noise, times)
+    torch.testing.assert_close(ours.target(clean, noise, times), target, rtol=1e-5, atol=1e-5)
     # MONAI's step goes to the neighbouring timestep; its noise is drawn inside, so only the mean is compared.
     for t in (1, 500, 960):
         now, after = torch.full((3,), t), torch.full((3,), t - 1)
@@ -58,34 +74,34 @@ def test_ddpm_noises_and_steps_as_monai_does(schedule, prediction):
         assert spread.mean().item() == pytest.approx(stock._get_variance(t).sqrt().item(), rel=2e-3)
 
 
-def test_flow_noises_as_monai_does_and_one_step_with_the_truth_ends_at_the_clean_latent():
+def test_flow_noises_as_monai_does_and_predicts_the_way_to_the_clean_latent():
     ours, stock = process(type="rflow"), RFlowScheduler(num_train_timesteps=1000)
     generator = torch.Generator().manual_seed(0)
     clean, noise = (torch.randn(SHAPE, generator=generator) for _ in range(2))
     times = torch.tensor([10.0, 400.0, 990.0])
     noisy = ours.add_noise(clean, noise, times)
     torch.testing.assert_close(noisy, stock.add_noise(clean, noise, times), rtol=1e-6, atol=1e-6)
-    found, _ = ours.clean_and_noise(ours.target(clean, noise, times), noisy, times)
-    torch.testing.assert_close(found, clean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.target(clean, noise, times), clean - noise)
 
 
 @pytest.mark.parametrize("values", [{"prediction": "epsilon"}, {"prediction": "v"}, {"type": "rflow"}])
-def test_the_true_target_gives_back_clean_latent_and_noise(values):
+def test_the_true_target_gives_back_clean_latent_and_noise_and_the_slope_is_the_derivative(values):
     ours = process(**values)
     clean, noise = torch.full(SHAPE, 7.0), torch.full(SHAPE, -2.0)
     times = ours.times(torch.tensor([0.1, 0.5, 0.8]))
-    found = ours.clean_and_noise(ours.target(clean, noise, times), ours.add_noise(clean, noise, times), times)
+    noisy, target = ours.add_noise(clean, noise, times), ours.target(clean, noise, times)
+    found = ours.clean_and_noise(target, noisy, times)
     for one, expected in zip(found, (clean, noise), strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("values", [{"prediction": "epsilon"}, {"prediction": "v"}, {"type": "rflow"}])
-def test_the_slope_is_the_derivative_of_the_clean_latent_by_the_prediction(values):
-    ours = process(**values)
-    times = ours.times(torch.tensor([0.1, 0.5, 0.8]))
-    noisy, zeros = torch.ones(SHAPE), torch.zeros(SHAPE)
-    change = ours.clean_and_noise(zeros + 1, noisy, times)[0] - ours.clean_and_noise(zeros, noisy, times)[0]
+    change = ours.clean_and_noise(target + 1, noisy, times)[0] - found[0]
     torch.testing.assert_close(change.abs(), ours.clean_slope(times).expand(SHAPE), rtol=1e-4, atol=1e-4)
+
+
+def test_uniform_numbers_become_every_timestep_equally_often():
+    times = process().times((torch.arange(10_000) + 0.5) / 10_000)
+    assert torch.equal(torch.bincount(times, minlength=1000), torch.full((1000,), 10))
+    assert process().times(torch.tensor([0.0, 1 - 2**-24])).tolist() == [0, 999]
+    torch.testing.assert_close(process(type="rflow").times(torch.tensor([0.0, 0.5])), torch.tensor([0.0, 500.0]))
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 50, 1000])

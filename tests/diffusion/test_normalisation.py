@@ -33,23 +33,19 @@ def example_latents(number: int, seed: int = 0) -> torch.Tensor:
 
 
 def statistics_of(latents: torch.Tensor) -> Statistics:
-    statistics = Statistics(len(latents), SHAPE[0])
+    statistics = Statistics(len(latents), latents.shape[1:])
     for index, latent in enumerate(latents):
         statistics.add(index, latent)
     return statistics
 
 
-def test_latents_have_mean_zero_and_variance_one_in_each_channel():
+def test_latents_have_mean_zero_and_variance_one_in_each_channel_and_come_back():
     latents = example_latents(50)
     normalised = statistics_of(latents).normalisation(CPU).apply(latents)
     assert normalised.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-5
     torch.testing.assert_close(normalised.square().mean(dim=(0, 2, 3, 4)), torch.ones(3), rtol=1e-5, atol=1e-5)
-
-
-def test_undoing_gives_back_the_latent():
-    latents = example_latents(5)
     normalisation = statistics_of(latents).normalisation(CPU)
-    torch.testing.assert_close(normalisation.undo(normalisation.apply(latents)), latents, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normalisation.undo(normalised), latents, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("constant", [2.0, 1.7])  # rounding leaves the second some variance
@@ -61,10 +57,6 @@ def test_a_channel_without_variance_is_refused_unless_it_may_be_constant(constan
     found = statistics_of(latents).normalisation(CPU, may_be_constant=True)
     assert found.scale[1] == 1
     assert found.apply(latents)[:, 1].abs().max() < 1e-6
-
-
-def test_latents_that_are_not_finite_are_refused():
-    latents = example_latents(4)
     latents[2, 0, 0, 0, 0] = torch.nan
     with pytest.raises(CheckpointError, match="latents is nan in channel 0"):
         statistics_of(latents).normalisation(CPU)
@@ -143,14 +135,3 @@ def test_the_pixel_loss_and_its_gradient_are_those_of_the_decoded_latents(tiny_v
     (0.5 * expected).backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-7)
-
-
-def test_the_normalisation_travels_with_the_state_of_the_step(tiny_values):
-    step, _ = prepared(tiny_values)
-    state = copy.deepcopy(step.state_dict())
-    other = LatentDiffusionStep(step.settings, CPU, codec=step.codec)
-    assert not torch.equal(other.normalisation.scale, step.normalisation.scale)
-    other.load_state_dict(state)
-    for name, values in step.normalisation.content().items():
-        assert torch.equal(values, other.normalisation.content()[name])
-        assert torch.equal(values, other.metadata[name])

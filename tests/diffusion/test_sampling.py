@@ -1,81 +1,236 @@
-"""Samplers against a distribution with a known answer, and samples that depend on nothing but seed and position."""
+"""Samplers on data whose exact solution is known and against the papers, and samples of nothing but seed and place."""
 
 from __future__ import annotations
 
-import copy
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from diffusion.conditioning import ConditionBatch
-from diffusion.noise_process import NoiseProcess
+from diffusion.conditioning import NOTHING, ConditionBatch
+from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import VolumeSampler, sample_latents
-from runtime.processes import Process
+from diffusion.sampling import SAMPLERS, VolumeSampler, guided, num_predictions, sample_latents
 from runtime.randomness import SampleNoise
 from settings import Settings
-from settings.ldm import SchedulerSettings
+from settings.ldm import LdmSettings, SchedulerSettings
+from tests.diffusion.test_noise_process import alpha_bar
+from tests.training.steps import ldm_step
 from training.ldm_step import LatentDiffusionStep
 
-CPU = Process(torch.device("cpu"))
+CPU = torch.device("cpu")
 SHAPE = (1, 2, 2, 2)
+MEAN, SPREAD = 0.7, 0.4
+
+DIFFUSION = {"schedule": "cosine", "num_train_timesteps": 50_000}
 PROCESSES = {
-    "epsilon": {"prediction": "epsilon"},
-    "v": {"prediction": "v"},
+    "epsilon": {**DIFFUSION, "prediction": "epsilon"},
+    "v": {**DIFFUSION, "prediction": "v"},
     "flow": {"type": "rflow"},
 }
-SAMPLERS = [
-    *((name, sampler) for name in ("epsilon", "v") for sampler in ("ddpm", "ddim", "dpmpp_2m")),
-    *(("flow", sampler) for sampler in ("rflow", "heun", "dpmpp_2m")),
+
+
+class GaussianData:
+    """The exact denoiser of voxels drawn from a normal distribution, and the exact path from noise to them."""
+
+    def __init__(self, process: NoiseProcess) -> None:
+        self.process = process
+
+    def spread(self, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        signal, level = (part.double() for part in self.process.coefficients(times))
+        return signal, level, (signal.square() * SPREAD**2 + level.square()).sqrt()
+
+    def clean(self, noisy: Tensor, times: Tensor) -> Tensor:
+        signal, _, spread = self.spread(times)
+        return MEAN + signal * (SPREAD / spread).square() * (noisy - signal * MEAN)
+
+    def predict(self, noisy: Tensor, times: Tensor) -> Tensor:
+        signal, level, _ = self.spread(times)
+        clean = self.clean(noisy.double(), times)
+        return self.process.target(clean, (noisy - signal * clean) / level, times)
+
+    def end_of_path(self, noise: Tensor, first: Tensor) -> Tensor:
+        """Follow the probability flow from the time `first` to clean data exactly."""
+        signal, _, spread = self.spread(first)
+        return MEAN + SPREAD * (noise.double() - signal * MEAN) / spread
+
+
+def error(name: str, sampler: str, num_steps: int) -> float:
+    """Return the largest distance of eight samples from the ends of their exact paths."""
+    process = NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU)
+    data, noise = GaussianData(process), SampleNoise(0, CPU)
+    found = sample_latents(data.predict, process, noise, range(8), SHAPE, num_steps, sampler)
+    first = torch.full((8,), process.sampling_times(1)[0], dtype=torch.float32 if process.is_flow else torch.int64)
+    exact = data.end_of_path(noise.normal("sample", range(8), SHAPE), first)
+    return float((found.double() - exact).abs().max())
+
+
+ORDERS = [
+    *((name, sampler, order) for name in PROCESSES for sampler, order in (("ddim", 1), ("dpmpp_2m", 2))),
+    *(("flow", sampler, order) for sampler, order in (("rflow", 1), ("heun", 2))),
 ]
 
 
-def make_process(name: str) -> NoiseProcess:
-    return NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU.device)
+@pytest.mark.parametrize(("name", "sampler", "order"), ORDERS)
+def test_the_error_falls_at_the_order_of_the_sampler(name, sampler, order):
+    coarse, fine = error(name, sampler, 160), error(name, sampler, 480)
+    assert math.log(coarse / fine, 3) == pytest.approx(order, abs=0.4)
 
 
-@pytest.mark.parametrize(("prediction", "sampler"), SAMPLERS)
-def test_with_the_exact_denoiser_every_sample_is_one_of_two_point_masses(prediction, sampler):
-    """The posterior mean of two point masses at -3 and 1 is known, so any error is the sampler's own."""
-    process = make_process(prediction)
-    points = torch.tensor([-3.0, 1.0])
-
-    def predict(noisy: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        signal, level = process.coefficients(times)
-        logits = torch.stack([-((noisy - signal * p) ** 2).flatten(1).sum(1) for p in points], dim=1)
-        weights = torch.softmax(logits / (2 * level.flatten()[:, None] ** 2).clamp_min(1e-12), dim=1)
-        clean = (weights @ points).view(-1, 1, 1, 1, 1).expand_as(noisy)
-        noise = (noisy - signal * clean) / level.clamp_min(1e-6)
-        return process.target(clean, noise, times)
-
-    drawn = sample_latents(predict, process, SampleNoise(0, CPU.device), range(400), SHAPE, 50, sampler)
-    distance = (drawn.flatten(1)[:, :, None] - points).abs().amax(dim=1)
-    assert distance.amin(dim=1).max() < 0.02
-    assert 0.42 < (distance.argmin(dim=1) == 0).double().mean() < 0.58
+@pytest.mark.parametrize("name", ["epsilon", "v"])
+def test_ddpm_draws_the_mean_and_the_spread_of_the_data(name):
+    process = NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU)
+    noise, predict = SampleNoise(1, CPU), GaussianData(process).predict
+    drawn = sample_latents(predict, process, noise, range(400), SHAPE, 240, sampler="ddpm")
+    assert drawn.mean().item() == pytest.approx(MEAN, abs=0.03)
+    assert drawn.std().item() == pytest.approx(SPREAD, rel=0.08)
 
 
-def make_step(values, **ldm) -> LatentDiffusionStep:
-    values = copy.deepcopy(values)
-    for section, changes in ldm.items():
-        values["ldm"].setdefault(section, {}).update(changes)
-    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    # Convolutions that begin at zero would hide timestep and class.
-    generator = torch.Generator().manual_seed(1)
-    for parameter in step.unet.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    return step
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+def test_one_step_is_the_denoisers_mean_and_more_timesteps_than_the_schedule_has_do_no_harm(sampler):
+    is_flow = sampler in ("rflow", "heun")
+    values = {"type": "rflow"} if is_flow else {"schedule": "cosine", "prediction": "v", "num_train_timesteps": 40}
+    process = NoiseProcess(SchedulerSettings.model_validate(values), CPU)
+    data, noise = GaussianData(process), SampleNoise(0, CPU)
+    found = sample_latents(data.predict, process, noise, range(2), SHAPE, 1, sampler)
+    first = torch.full((2,), process.sampling_times(1)[0], dtype=torch.float32 if is_flow else torch.int64)
+    expected = data.clean(noise.normal("sample", range(2), SHAPE).double(), first)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    # Rounded to the usable timesteps, some of these are equal.
+    assert torch.isfinite(sample_latents(data.predict, process, noise, range(2), SHAPE, 40, sampler)).all()
 
 
-def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
-    normalisation = Normalisation.uniform(3, 0.5)
-    sampler = VolumeSampler(step.unet, step.codec, step.settings, normalisation, seed, batch_size)
+POSITIONS, STEPS, PAPER_SHAPE = (4, 9, 2), 7, (2, 3, 3, 3)
+
+
+def network(noisy: Tensor, times: Tensor) -> Tensor:
+    """Stands for a U-Net: some smooth function of both its arguments."""
+    return torch.tanh(noisy) * 0.8 + 0.1 * (times.float() / 1000).view(-1, 1, 1, 1, 1) - 0.05
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear_beta", "cosine"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.parametrize("eta", [0, 1])
+def test_ddim_and_ddpm_take_the_steps_of_the_ddim_paper(schedule, prediction, eta):
+    """Equations 12 and 16 of Song et al. 2021: eta 0 is DDIM, eta 1 is DDPM."""
+    settings = SchedulerSettings(schedule=schedule, prediction=prediction)
+    process, kept, noise = NoiseProcess(settings, CPU), alpha_bar(settings), SampleNoise(3, CPU)
+    usable = sum(math.sqrt(share) >= 0.01 for share in kept)
+    times = [round((usable - 1) * (STEPS - 1 - i) / (STEPS - 1)) for i in range(STEPS)]
+    assert times[-1] == 0
+    x = noise.normal("sample", POSITIONS, PAPER_SHAPE)
+    for i, t in enumerate(times):
+        a, b, output = math.sqrt(kept[t]), math.sqrt(1 - kept[t]), network(x, torch.full((3,), t))
+        x0, e = ((x - b * output) / a, output) if prediction == "epsilon" else (a * x - b * output, a * output + b * x)
+        if i == STEPS - 1:
+            x = x0
+            break
+        now, after = kept[t], kept[times[i + 1]]
+        sigma = eta * math.sqrt((1 - after) / (1 - now)) * math.sqrt(1 - now / after)
+        x = math.sqrt(after) * x0 + math.sqrt(max(0.0, 1 - after - sigma**2)) * e
+        # New at every step: with the same noise the added parts would be copies of one another.
+        x = x + sigma * noise.normal(f"sample step {i}", POSITIONS, PAPER_SHAPE)
+    found = sample_latents(network, process, noise, POSITIONS, PAPER_SHAPE, STEPS, "ddpm" if eta else "ddim")
+    torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
+
+
+def test_flow_takes_eulers_steps_from_noise_to_clean():
+    process, noise = NoiseProcess(SchedulerSettings(type="rflow"), CPU), SampleNoise(3, CPU)
+    x = noise.normal("sample", POSITIONS, PAPER_SHAPE)
+    for i in range(STEPS):
+        x = x + network(x, torch.full((3,), 1000 * (1 - i / STEPS))) / STEPS
+    found = sample_latents(network, process, noise, POSITIONS, PAPER_SHAPE, STEPS)
+    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
+
+
+class ByLabel(nn.Module):
+    """Predicts a number that depends on the label alone, so that each use of a label can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def forward(self, noisy: Tensor, times: Tensor, class_labels: Tensor) -> Tensor:
+        self.sizes.append(len(noisy))
+        return (10.0 ** class_labels.float()).view(-1, 1, 1, 1, 1).expand_as(noisy)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 7.5])
+def test_guidance_is_without_class_plus_scale_times_the_difference(scale):
+    settings = LdmSettings.model_validate(
+        {"conditioning": {"type": "class", "num_classes": 3}, "sampling": {"guidance_scale": scale}}
+    )
+    noisy, labels = torch.zeros(3, 3, 8, 8, 8), torch.tensor([0, 2, 1])
+    found = guided(ByLabel(), settings, ConditionBatch({"class_label": labels}))(noisy, torch.tensor([5, 5, 5]))
+    for place, label in enumerate(labels.tolist()):
+        # Class 3 is the hidden label: 10 ** 3.
+        expected = 1000.0 + scale * (10.0**label - 1000.0)
+        torch.testing.assert_close(found[place], torch.full((3, 8, 8, 8), expected), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "heun"])
+@pytest.mark.parametrize("scale", [3.0, 1.0, 0.0])
+def test_predictions_are_counted_as_the_network_makes_them_and_each_step_is_told_once(tiny_values, sampler, scale):
+    tiny_values["ldm"] |= {
+        "conditioning": {"type": "class", "num_classes": 3},
+        "scheduler": {"type": "rflow" if sampler == "heun" else "ddpm"},
+        "sampling": {"sampler": sampler, "num_inference_steps": 7, "guidance_scale": scale},
+    }
+    settings, network, told = Settings.model_validate(tiny_values), ByLabel(), []
+    codec = SimpleNamespace(precision=SimpleNamespace(device=CPU), decode=lambda latent: latent)
+    sampler = VolumeSampler(network, codec, settings, Normalisation.uniform(3))  # type: ignore[arg-type]
+    next(sampler.draw([0], on_step=lambda: told.append(1)))
+    assert num_predictions(settings.ldm) == network.sizes
+    assert len(told) == 7
+
+
+def test_padding_is_zeros_at_the_far_ends_and_is_cut_off_again():
+    seen: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def forward(self, noisy: Tensor, times: Tensor) -> Tensor:
+            seen.append(noisy)
+            return noisy * 2
+
+    noisy = 1 + torch.rand(2, 3, 5, 6, 8)
+    found = predict(Keeps(), noisy, torch.zeros(2), NOTHING, 4)
+    torch.testing.assert_close(found, 2 * noisy)
+    assert seen[0].shape == (2, 3, 8, 8, 8)
+    torch.testing.assert_close(seen[0][:, :, :5, :6, :8], noisy)
+    assert seen[0].sum().item() == pytest.approx(noisy.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_values, sampler):
+    conditioning = {"type": "class", "num_classes": 3}
+    step = ldm_step(tiny_values, conditioning=conditioning, sampling={"sampler": sampler, "guidance_scale": 3.0})
+    step.unet.eval()
+    labels = torch.tensor([1, 1])
+
+    def predict(noisy: Tensor, times: Tensor) -> Tensor:
+        plain = step.unet(noisy, times, class_labels=torch.full_like(labels, 3))
+        return plain + 3.0 * (step.unet(noisy, times, class_labels=labels) - plain)
+
+    shape, noise = step.settings.latent_shape, SampleNoise(6, CPU)
+    latents = sample_latents(predict, step.noise_process, noise, [0, 5], shape, 4, sampler)
+    step.unet.train()
+    drawing = VolumeSampler(step.unet, step.codec, step.settings, Normalisation.uniform(3, 0.5), 6, batch_size=2)
+    found = list(drawing.draw([0, 5], lambda _: ConditionBatch({"class_label": labels})))
+    for latent, volume in zip(latents, found, strict=True):
+        torch.testing.assert_close(volume, step.codec.decode(latent / 0.5), rtol=1e-3, atol=1e-4)
+    assert step.unet.training
+
+
+def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> Tensor:
+    sampler = VolumeSampler(step.unet, step.codec, step.settings, step.normalisation, seed, batch_size)
     return torch.stack(list(sampler.draw(positions, **options)))
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm", "dpmpp_2m"])
 def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tiny_values, sampler):
-    step = make_step(tiny_values, sampling={"sampler": sampler})
+    step = ldm_step(tiny_values, sampling={"sampler": sampler})
     one_by_one = draw(step, range(5), 1)
     assert one_by_one.shape == (5, 1, 16, 16, 16)
     torch.testing.assert_close(draw(step, range(5), 3), one_by_one, rtol=0, atol=1e-5)
@@ -84,18 +239,11 @@ def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tin
     assert (one_by_one[0] - one_by_one[1]).abs().mean() > 1e-3
 
 
-def test_every_step_of_every_batch_reaches_the_progress_bar(tiny_values):
-    step = make_step(tiny_values)
-    calls: list[int] = []
-    draw(step, range(3), 2, on_step=lambda: calls.append(1))
-    assert len(calls) == 2 * step.settings.ldm.sampling.num_inference_steps
-
-
 def test_classes_take_turns_unless_one_is_asked_for(tiny_values):
-    step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3})
+    step = ldm_step(tiny_values, conditioning={"type": "class", "num_classes": 3})
     in_turn = draw(step, range(3), 3)
 
-    def asked(label: int) -> torch.Tensor:
+    def asked(label: int) -> Tensor:
         condition = ConditionBatch({"class_label": torch.tensor([label])})
         return draw(step, [1], 1, condition_of=lambda positions: condition)
 

@@ -8,9 +8,9 @@ import pytest
 
 from data.tables import Row
 from data.volumes import VolumeFile
-from diffusion.conditioning.tabular import NumberCode, code_of, read_values
-from settings import DataError
-from settings.conditioning import TabularSettings
+from diffusion.conditioning.tabular import NumberCode, Tabular, code_of
+from settings import DataError, DataSettings
+from settings.conditioning import ConditioningSettings, TabularSettings
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,8 @@ def files(*names: str) -> list[VolumeFile]:
 
 def read_numbers(s: TabularSettings, files: list[VolumeFile]) -> tuple[list[Row], list[str]]:
     problems: list[str] = []
-    return list(read_values(s, files, problems).values()), problems
+    kind = Tabular(ConditioningSettings(tabular=s))
+    return list(kind.find(files, DataSettings(), problems).rows), problems
 
 
 def test_values_are_standardised_by_the_training_volumes_and_words_have_places():
@@ -66,14 +67,11 @@ def test_every_missing_doubled_and_wrong_row_is_named():
     assert len(problems) == 6
 
 
-def test_a_table_without_the_columns_is_refused(tmp_path):
+def test_a_table_without_the_columns_and_a_row_with_more_fields_are_refused():
+    """A decimal comma would cut a number short, or move the columns after it."""
     Path("people.csv").write_text("file,age\na,1\n")
     with pytest.raises(DataError, match="has the columns file, age; file, Age and sex are needed, once each; add"):
         read_numbers(settings(), files("a"))
-
-
-def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
-    """A decimal comma would cut a number short, or move the columns after it."""
     Path("people.csv").write_text("file,age\na.nii.gz,63,5\n")
     s = settings(categorical=[], continuous=["age"])
     with pytest.raises(DataError, match=r"tabular\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):

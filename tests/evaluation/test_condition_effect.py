@@ -16,8 +16,7 @@ from torch import Tensor
 from data import DataSplit, VolumeFile, load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
 from diffusion.conditioning import ConditionStore, Preparation, check_conditions, prepare_conditions
-from diffusion.conditioning.kind import Partners
-from diffusion.conditioning.space import KnownVoxels
+from diffusion.conditioning.kind import KnownVoxels, Partners
 from diffusion.conditioning.tabular import NumberCode, Tabular
 from diffusion.conditioning.volume import held_out_with_hole
 from diffusion.latents import Latents

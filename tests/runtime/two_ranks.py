@@ -20,7 +20,7 @@ from models.volume_codec import frozen_codec
 from runtime.files import RunFolder
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
-from tests.training.step_gradients import gradients
+from tests.training.steps import gradients
 from training.autoencoder_step import AutoencoderStep
 from training.finished_weights import export
 from training.ldm_step import LatentDiffusionStep

@@ -28,7 +28,12 @@ def newest(found: Checkpoints) -> Path:
     return path
 
 
-def test_the_newest_are_kept_and_read_back(tmp_path):
+def test_the_newest_are_kept_and_read_back_and_other_files_left_alone(tmp_path):
+    assert Checkpoints(tmp_path / "missing", "autoencoder", 2).newest() is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "autoencoder_step_00000009.pt").write_text("not one of ours")
+    assert Checkpoints(tmp_path / "other", "autoencoder", 2).newest() is None
+    tmp_path = tmp_path / "checkpoints"
     found = saved(tmp_path, 1, 2, 3)
     assert [path.name[:25] for path in sorted(tmp_path.iterdir())] == [
         "autoencoder_step_00000002",
@@ -37,12 +42,6 @@ def test_the_newest_are_kept_and_read_back(tmp_path):
     state = found.read(newest(found))
     assert (state["step"], state["stage"]) == (3, "autoencoder")
     torch.testing.assert_close(state["weight"], torch.full((4,), 3.0))
-
-
-def test_no_checkpoint_is_none_and_other_files_are_left_alone(tmp_path):
-    (tmp_path / "autoencoder_step_00000009.pt").write_text("not one of ours")
-    assert Checkpoints(tmp_path, "autoencoder", 2).newest() is None
-    assert Checkpoints(tmp_path / "missing", "autoencoder", 2).newest() is None
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
@@ -59,11 +58,8 @@ def test_a_damaged_newest_is_named_set_aside_and_the_one_before_is_used(tmp_path
     assert damaged.with_suffix(".damaged").exists()
     found.save(3, {})
     assert path.exists(), "a damaged file must not push out a good one"
-
-
-def test_only_damaged_checkpoints_are_an_error(tmp_path):
-    found = saved(tmp_path, 1)
-    newest(found).write_bytes(b"")
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="every checkpoint of stage autoencoder is damaged"):
         newest(found)
 

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
 
-from data import Batch
 from diffusion.conditioning import NOTHING, ConditionBatch
-from diffusion.latent_batches import LatentBatch
+from diffusion.latents import LatentBatch, VolumeBatch
 from diffusion.normalisation import Normalisation
-from runtime.processes import Process
-from settings import CheckpointError, Settings
-from tests.training.step_gradients import gradients
+from settings import CheckpointError
+from tests.training.steps import assert_same_gradients, gradients, ldm_step
 from training.ldm_step import LatentDiffusionStep
-
-CPU = Process(torch.device("cpu"))
-
-
-def make_step(values, **ldm) -> LatentDiffusionStep:
-    values = copy.deepcopy(values)
-    for section, changes in ldm.items():
-        values["ldm"].setdefault(section, {}).update(changes)
-    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.normalisation = Normalisation.uniform(3, 0.5)
-    # The last convolution begins at zero: without this no gradient would pass it.
-    torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    return step
 
 
 def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> list[LatentBatch]:
@@ -40,13 +25,6 @@ def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> 
         LatentBatch(mean[part], tuple(range(total)[part]), condition.map(lambda labels, part=part: labels[part]))  # type: ignore[misc]
         for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
     ]
-
-
-def assert_same_gradients(first, second, tolerance: float) -> None:
-    assert first.keys() == second.keys()
-    for name, expected in first.items():
-        # A convolution's bias before a norm of single channels has no gradient but rounding.
-        assert (second[name] - expected).norm() <= tolerance * expected.norm() or expected.norm() < 1e-6, name
 
 
 PIXEL_WEIGHT = 2.0
@@ -66,7 +44,7 @@ PIXEL = {"pixel_loss": {"weight": PIXEL_WEIGHT, "chunk_size": 1}}
 def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, changes):
     found = []
     for batch_size in (4, 1):
-        step = make_step(tiny_values, **changes)
+        step = ldm_step(tiny_values, **changes)
         terms = step.backward(make_batches(step, batch_size), 5)
         found.append((gradients(step), terms["diffusion"]))
     assert_same_gradients(found[0][0], found[1][0], 1e-5)
@@ -95,42 +73,23 @@ def plain_gradients(step: LatentDiffusionStep, batch: LatentBatch) -> tuple[dict
 @pytest.mark.parametrize("slab_rows", [0, 4])
 def test_pixel_loss_in_chunks_has_the_gradients_of_the_plain_computation(tiny_values, prediction, slab_rows):
     tiny_values["autoencoder"]["training"]["slab_rows"] = slab_rows
-    changes = {"training": PIXEL, "scheduler": {"prediction": prediction}}
-    lean, plain = make_step(tiny_values, **changes), make_step(tiny_values, **changes)
+    changes: dict[str, Any] = {"training": PIXEL, "scheduler": {"prediction": prediction}}
+    lean, plain = ldm_step(tiny_values, **changes), ldm_step(tiny_values, **changes)
     [batch] = make_batches(lean, 3, total=3)
     expected, pixel = plain_gradients(plain, batch)
     terms = lean.backward([batch], 0)
     assert_same_gradients(expected, gradients(lean), 1e-5)
     torch.testing.assert_close(terms["pixel"], pixel, rtol=1e-5, atol=0)
     assert all(p.grad is None for p in lean.autoencoder.parameters())
-    without = make_step(tiny_values, scheduler={"prediction": prediction})
+    without = ldm_step(tiny_values, scheduler={"prediction": prediction})
     without.backward([batch], 0)
     change = sum((gradients(without)[name] - g).norm() for name, g in expected.items())
     assert change > 1e-2 * sum(g.norm() for g in expected.values())
 
 
-def test_pixel_gradient_norm_is_that_of_the_loss_at_the_unets_output(tiny_values):
-    step = make_step(tiny_values, training=PIXEL)
-    [batch] = make_batches(step, 2, total=2)
-    heard: list[torch.Tensor] = []
-
-    def listen(module, arguments, output: torch.Tensor) -> None:
-        output.register_hook(lambda gradient: heard.append(gradient.clone()))
-
-    step.unet.register_forward_hook(listen)
-    terms = step.backward([batch], 0)
-    without = make_step(tiny_values)
-    without.unet.load_state_dict(step.unet.state_dict())
-    without.unet.register_forward_hook(listen)
-    without.backward([batch], 0)
-    with_pixel, diffusion_only = heard
-    torch.testing.assert_close(terms["pixel_gradient_norm"], (with_pixel - diffusion_only).norm(), rtol=1e-3, atol=0)
-    assert terms["pixel_gradient_norm"] > 0
-
-
 def test_the_chunk_halves_when_memory_runs_out_and_the_gradients_stay(tiny_values, caplog):
     pixel = {"weight": 0.5, "chunk_size": 4, "adaptive_chunk": True}
-    step, reference = (make_step(tiny_values, training={"pixel_loss": pixel}) for _ in range(2))
+    step, reference = (ldm_step(tiny_values, training={"pixel_loss": pixel}) for _ in range(2))
     [batch] = make_batches(step, 4)
     reference.backward([batch], 0)
     decode = step.autoencoder.decode
@@ -150,7 +109,7 @@ def test_the_chunk_halves_when_memory_runs_out_and_the_gradients_stay(tiny_value
 
 
 def test_only_the_unet_moves(tiny_values):
-    step = make_step(tiny_values, training=PIXEL)
+    step = ldm_step(tiny_values, training=PIXEL)
     before = {name: tensor.clone() for name, tensor in step.autoencoder.state_dict().items()}
     weight = step.unet.conv_in.conv.weight.clone()
     step(make_batches(step, 4), 0)
@@ -162,16 +121,16 @@ def test_only_the_unet_moves(tiny_values):
 
 def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     """cache: none encodes inside the step and must train the same."""
-    step, other = make_step(tiny_values), make_step(tiny_values, latents={"cache": "none"})
+    step, other = ldm_step(tiny_values), ldm_step(tiny_values, latents={"cache": "none"})
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     mean = torch.stack([step.codec.encode(image) for image in images])
     step.backward([LatentBatch(mean, (4, 5))], 0)
-    other.backward([Batch(images, (4, 5), None, ("a", "b"))], 0)
+    other.backward([VolumeBatch(images, (4, 5), None, ("a", "b"))], 0)
     assert_same_gradients(gradients(step), gradients(other), 1e-6)
 
 
 def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
-    step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
+    step = ldm_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
     batch = LatentBatch(torch.empty(0), tuple(range(2000)), ConditionBatch({"class_label": torch.arange(2000) % 3}))
     labels = step._condition(batch).parts["class_label"]
     assert 0.2 < (labels == 3).double().mean() < 0.3
@@ -179,7 +138,7 @@ def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
 
 
 def test_neighbouring_positions_cover_all_timesteps_evenly(tiny_values):
-    step = make_step(tiny_values)
+    step = ldm_step(tiny_values)
     for start in (0, 12345):
         times = step.noise_process.times(step._spread(range(start, start + 100)))
         counts = torch.histc(times.float(), bins=10, min=0, max=1000)
@@ -188,7 +147,7 @@ def test_neighbouring_positions_cover_all_timesteps_evenly(tiny_values):
 
 
 def test_the_scale_travels_with_the_state_and_another_autoencoder_is_refused(tiny_values):
-    step, other = make_step(tiny_values), make_step(tiny_values)
+    step, other = ldm_step(tiny_values), ldm_step(tiny_values)
     step.normalisation = Normalisation.uniform(3, 0.123)
     other.load_state_dict(step.state_dict())
     assert torch.equal(other.normalisation.scale, torch.full((3, 1, 1, 1), 0.123))

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
-from diffusion.latent_batches import latent_batches
+from diffusion.latents import LatentBatch
 from diffusion.normalisation import Normalisation
 from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings
+from tests.diffusion.made_latents import latents_of
 from training.autoencoder_step import AutoencoderStep
+from training.checkpoints import ResumableRun
 from training.ldm_step import LatentDiffusionStep
-from training.resume import ResumableRun
 from training.step import TrainingStep
 
 CPU = Process(torch.device("cpu"))
@@ -57,7 +58,7 @@ def train(step: Any, settings: Settings, volumes: DataSplit, first: int, last: i
     batches: Any = (
         training_batches(volumes.train, settings.data, plan, first, last)
         if step.stage == "autoencoder"
-        else latent_batches(read, len(volumes.train), plan, first, last)
+        else latents_of(read, len(volumes.train)).training_batches(plan, first, last)
     )
     for number, micro_batches in enumerate(batches, first):
         assert len(micro_batches) == 2
@@ -141,9 +142,10 @@ def test_latents_come_in_the_order_in_which_their_volumes_would(settings):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     plan = BatchPlan(settings.seed, 2, 2)
     images = training_batches(volumes.train, settings.data, plan, 0, 4)
-    latents = latent_batches(read, len(volumes.train), plan, 0, 4)
+    latents = latents_of(read, len(volumes.train)).training_batches(plan, 0, 4)
     for of_images, of_latents in zip(images, latents, strict=True):
         for one, other in zip(of_images, of_latents, strict=True):
             assert one.positions == other.positions
             indices = [[file.name for file in volumes.train].index(name) for name in one.files]
+            assert isinstance(other, LatentBatch)
             torch.testing.assert_close(other.mean, torch.stack([read(index) for index in indices]))

@@ -20,7 +20,7 @@ from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, DataError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm
-from training.resume import ResumableRun, check_resumable
+from training.checkpoints import ResumableRun, check_resumable
 
 
 class TinyStep:
@@ -81,21 +81,15 @@ def run_of(settings: Settings) -> ResumableRun:
     return ResumableRun(step, RunFolder(Path("run")), volumes_of(settings))
 
 
-def test_a_volume_replaced_under_its_name_is_not_resumed_on(source, tiny_values):
-    settings = tiny(source, tiny_values)
-    run_of(settings).save(1)
+def test_a_run_goes_on_with_volumes_that_moved_and_not_with_one_replaced_under_its_name(source, tiny_values, tmp_path):
+    run_of(tiny(source, tiny_values)).save(1)
+    os.utime(source / "v1.nii", ns=(1, 1))
+    moved = source.rename(tmp_path / "elsewhere")
+    settings = tiny(moved, tiny_values)
     assert run_of(settings).resume() == 1
-    replace_content(source / "v2.nii")
+    replace_content(moved / "v2.nii")
     with pytest.raises(CheckpointError, match=r"the content of v2\.nii changed; put the files back to resume"):
         run_of(settings).resume()
-
-
-def test_a_run_goes_on_when_its_volumes_were_touched_and_moved(source, tiny_values, tmp_path):
-    settings = tiny(source, tiny_values)
-    run_of(settings).save(1)
-    os.utime(source / "v1.nii", ns=(1, 1))
-    source.rename(tmp_path / "elsewhere")
-    assert run_of(tiny(tmp_path / "elsewhere", tiny_values)).resume() == 1
 
 
 def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
@@ -135,42 +129,32 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towards_it(stage, caplog):
-    caplog.set_level(logging.INFO)
+def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towards_it(stage):
     key = f"{stage}.training.max_steps"
-    for decay in ("none", "cosine"):
-        before = Settings().with_overrides(
-            {key: 100, f"{stage}.training.learning_rate_decay": decay, f"{stage}.training.warmup_steps": 0}
-        )
-        after = before.with_overrides({key: 200})
-        if decay == "none":
-            check_resumable(stage, before, after, 4, 4)
-            assert f"does not affect the result: {key}: 100 -> 200" in caplog.text
-            continue
-        with pytest.raises(CheckpointError) as caught:
-            check_resumable(stage, before, after, 4, 4)
-        assert f"{key}: 100 -> 200 (learning_rate_decay cosine ends there)" in str(caught.value)
-        assert "set these back to resume, or choose another name" in str(caught.value)
+    before = Settings().with_overrides({key: 100, f"{stage}.training.learning_rate_decay": "cosine"})
+    with pytest.raises(CheckpointError) as caught:
+        check_resumable(stage, before, before.with_overrides({key: 200}), 4, 4)
+    assert f"{key}: 100 -> 200 (learning_rate_decay cosine ends there)" in str(caught.value)
+    assert "set these back to resume, or choose another name" in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
-def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
+def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch):
     settings = tiny(source, tiny_values)
     run = run_of(settings)
     run.save(1)
 
     def fail(*_: object, **__: object) -> None:
-        raise error("a mistake in the program")
+        raise TypeError("a mistake in the program")
 
     with monkeypatch.context() as patch:
         patch.setattr(TinyStep, "load_state_dict", fail)
-        with pytest.raises(error, match="a mistake"):
+        with pytest.raises(TypeError, match="a mistake"):
             run.resume()
     path = run.checkpoints.newest()
     assert path is not None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
-        with pytest.raises(error, match="a mistake"):
+        with pytest.raises(TypeError, match="a mistake"):
             run.checkpoints.read(path)
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CheckpointError, match="cannot be read"):
@@ -195,22 +179,10 @@ def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, 
         said = capsys.readouterr().err
         assert "ldm.safetensors: was trained on latents of an autoencoder whose weights differ from" in said
         assert "restore that autoencoder, or train stage 2 on this one under another name" in said
-    # A file from before the hash was kept.
+    # An imported file has no hash.
     weights = tmp_path / "runs/tiny/ldm.safetensors"
     state, metadata = load_weights(weights)
     del metadata["autoencoder"]
     save_weights(weights, state, metadata)
     assert run_here(*sample) == 0
     assert "does not record which autoencoder it was trained on" in capsys.readouterr().err
-
-
-def test_equal_weights_and_metadata_make_equal_files(tmp_path):
-    metadata = {name: {"Größe": name} for name in ("stage", "settings", "latent_scale", "autoencoder", "frame")}
-    files = []
-    for number in range(8):
-        save_weights(tmp_path / f"{number}.safetensors", {"a": torch.arange(3.0)}, metadata)
-        files.append((tmp_path / f"{number}.safetensors").read_bytes())
-    assert len(set(files)) == 1
-    state, read = load_weights(tmp_path / "0.safetensors")
-    assert read == metadata
-    assert torch.equal(state["a"], torch.arange(3.0))

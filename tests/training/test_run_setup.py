@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError
-from training.recording.recorder import drop_later_lines
-from training.resume import check_resumable
-from training.run_setup import check_run, open_run
+from training.checkpoints import check_resumable
+from training.ldm_step import LatentDiffusionStep
+from training.recording import drop_later_lines
+from training.run_setup import check_run, open_run, summarise
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +48,6 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     time.sleep(0.1)
     with open_run(settings, CPU) as folder:
         assert folder.path.is_dir()
-
-
-def test_a_run_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs").write_text("in the way")
-    with pytest.raises(UserError, match=r"runs/run: cannot be written \(Not a directory\); make it writable"):
-        open_run(Settings(), CPU).__enter__()
 
 
 def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):
@@ -120,10 +115,42 @@ def test_lines_after_the_checkpoint_are_dropped_before_they_are_written_again(tm
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_metrics_that_are_not_a_regular_file_are_refused(tmp_path, monkeypatch, make):
+def test_metrics_and_run_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)
     make(metrics)
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be used \(.*\); move it away"):
         open_run(Settings(), CPU).__enter__()
+    metrics.parent.rename("elsewhere")
+    Path("runs").rmdir()
+    Path("runs").write_text("in the way")
+    with pytest.raises(UserError, match=r"runs/run: cannot be written \(Not a directory\); make it writable"):
+        open_run(Settings(), CPU).__enter__()
+
+
+def test_the_summary_says_how_long_a_run_is_and_over_how_many_volumes(tiny_values):
+    limited = Settings.model_validate(tiny_values).with_overrides({"ldm.training.max_hours": 0.25})
+    assert "stage ldm, 15 min 0 s\n" in summarise(limited, "ldm", 1)
+    assert summarise(limited, "ldm", 1).endswith("over 1 training volume")
+
+
+TARGET = {"encoding": "resample", "source": "target"}
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "expected"),
+    [
+        ({}, ""),
+        ({"label_map": {"source": "maps", "num_classes": 3}}, " --labels FILE_OR_FOLDER"),
+        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, " --condition FILE_OR_FOLDER"),
+        (
+            {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},
+            " --condition FILE_OR_FOLDER --mask FILE_OR_FOLDER",
+        ),
+    ],
+)
+def test_the_next_command_names_the_conditions_of_the_run(tiny_values, conditioning, expected):
+    tiny_values["ldm"]["conditioning"] = conditioning
+    step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
+    assert step.next_command(RunFolder(Path("runs/a b"))) == f"python scripts/sample.py --run 'runs/a b'{expected}"

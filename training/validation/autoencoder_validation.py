@@ -76,17 +76,16 @@ def reconstruct_and_measure(
 
     Add how often each code occurs to `counts`, a tensor of the host, if given.
     """
-    reconstruction = torch.stack([_reconstruct(step, volume, counts) for volume in image])
+    volumes = []
+    for volume in image:
+        latent = step.codec.encode(volume)
+        if step.autoencoder.quantiser is not None and counts is not None:
+            codes = step.autoencoder.quantiser.codes(latent[None]).flatten().cpu()
+            counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
+        volumes.append(step.codec.decode(latent))
+    reconstruction = torch.stack(volumes)
     values = [measure(reconstruction, image) for measure in _MEASURES.values()]
     return reconstruction, torch.stack([value.double().sum() for value in (*values, torch.ones_like(values[0]))])
-
-
-def _reconstruct(step: AutoencoderStep, volume: Tensor, counts: Tensor | None) -> Tensor:
-    latent = step.codec.encode(volume)
-    if step.autoencoder.quantiser is not None and counts is not None:
-        codes = step.autoencoder.quantiser.codes(latent[None]).flatten().cpu()
-        counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
-    return step.codec.decode(latent)
 
 
 def spacing_of(file: VolumeFile, data: DataSettings) -> tuple[float, ...]:

@@ -100,75 +100,47 @@ class LdmValidation:
 
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:
-    """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
-    settings = step.settings
+    """Draw the preview samples, always from the same seeds; the picture has one row per sample.
+
+    A sample that has the conditions of a held-out volume is shown as users get it, with what its condition knows of
+    that volume, and beside its conditions and the volume.
+    """
+    settings, conditioning, store = step.settings, step.settings.ldm.conditioning, latents.conditions
     sampler = VolumeSampler(
         step.unet, step.codec, settings, step.normalisation, settings.seed, step.training.batch_size
     )
-    is_held_out = settings.ldm.conditioning.comes_from_volumes
-    volumes = sampler.draw(range(NUM_PREVIEWS), latents.held_out_condition if is_held_out else None)
+    condition_of = latents.held_out_condition if conditioning.comes_from_volumes else None
+    others = latents.volumes.val or latents.volumes.train  # conditions need the former
     rows, samples = [], []
     shown: dict[str, ViewerVolume] = {}
-    for place, drawn in enumerate(volumes):
-        volume = _as_written(drawn, latents, place)
-        condition = _condition(step, latents, place)
-        name = f"sample {place + 1}"
-        label = ", ".join(part for part in (name, condition) if part)
-        rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
-        if settings.ldm.conditioning.describes_volumes:
-            accompanying = _condition_and_target(latents, place)
-            rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
-            shown |= {
-                f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), spacing_mm, name, place=place)
-                for role, name, one, spacing_mm in accompanying
-            }
-        shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, condition, place)
+    for place, drawn in enumerate(sampler.draw(range(NUM_PREVIEWS), condition_of)):
+        volume, name, words = drawn, f"sample {place + 1}", []
+        file = others[place % len(others)]
+        known = None if store is None else store.known(latents.held_out_index(place))
+        if known is not None:
+            volume = known.kept_in(drawn.cpu(), load_file(file, latents.settings).image)
+        if conditioning.type == "class":
+            number, names = place % conditioning.num_classes, latents.volumes.class_names
+            number = file.label or 0 if conditioning.comes_from_volumes else number
+            words.append(f"class {names[number] if number < len(names) else number}")
+        if conditioning.describes_volumes:
+            words.append(f"conditions of {file.name}")
+        rows.append(Row.of(", ".join([name, *words]), to_unit(volume[0]).cpu(), latents.spacing_mm))
+        shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, ", ".join(words), place)
         samples.append(to_unit(volume).cpu())
+        if conditioning.describes_volumes:
+            assert store is not None, "without partners a sample has no target"
+            beside = [
+                (kind.replace(" ", ""), f"{'condition volume' if kind == 'volume' else kind} of {file.name}", picture)
+                for kind, picture in store.pictures(latents.held_out_index(place)).items()
+            ]
+            target = to_unit(load_file(file, latents.settings).image[0])
+            for role, label, voxels in [*beside, ("target", f"{file.name}, real", target)]:
+                factors = (n / m for n, m in zip(latents.settings.voxel_size, voxels.shape, strict=True))
+                spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
+                rows.append(Row.of(label, voxels, spacing_mm))
+                shown[f"{role}_{place}"] = ViewerVolume.of(from_unit(voxels[None]), spacing_mm, label, place=place)
     if real is not None:
         shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}
         shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out)}
     return Preview(picture_of(rows), shown)
-
-
-def _held_out(latents: Latents, place: int) -> VolumeFile:
-    """Return the held-out volume whose condition a preview sample gets."""
-    return latents.volumes.val[place % len(latents.volumes.val)]
-
-
-def _condition_and_target(latents: Latents, place: int) -> list[tuple[str, str, Tensor, tuple[float, ...]]]:
-    """Return what a preview sample was conditioned on, and the real volume of that case.
-
-    Each with its role in the viewer, its name, its (D, H, W) voxels in [0, 1] and its spacing.
-    """
-    assert latents.conditions is not None, "without partners a sample has no target"
-    file = _held_out(latents, place)
-    result = []
-    for kind, shown in latents.conditions.pictures(latents.held_out_index(place)).items():
-        factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
-        spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
-        named = "condition volume" if kind == "volume" else kind
-        result.append((kind.replace(" ", ""), f"{named} of {file.name}", shown, spacing_mm))
-    target = to_unit(load_file(file, latents.settings).image[0])
-    return [*result, ("target", f"{file.name}, real", target, latents.spacing_mm)]
-
-
-def _as_written(volume: Tensor, latents: Latents, place: int) -> Tensor:
-    """Return a preview sample with what its condition knows of the target, as users get it."""
-    known = None if latents.conditions is None else latents.conditions.known(latents.held_out_index(place))
-    if known is None:
-        return volume
-    return known.kept_in(volume.cpu(), load_file(_held_out(latents, place), latents.settings).image)
-
-
-def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
-    """Return the condition of a preview sample in words; empty without one."""
-    conditioning = step.settings.ldm.conditioning
-    words = []
-    if conditioning.type == "class":
-        number, names = place % conditioning.num_classes, latents.volumes.class_names
-        if conditioning.comes_from_volumes:
-            number = _held_out(latents, place).label or 0
-        words.append(f"class {names[number] if number < len(names) else number}")
-    if conditioning.describes_volumes:
-        words.append(f"conditions of {_held_out(latents, place).name}")
-    return ", ".join(words)

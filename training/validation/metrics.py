@@ -98,6 +98,13 @@ def chamfer(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
     return torch.tensor(distances, dtype=torch.float64, device=image.device)
 
 
+def _chamfer(first: np.ndarray, second: np.ndarray) -> float:
+    if not first.any() or not second.any():
+        return 0.0 if first.any() == second.any() else math.hypot(*first.shape)
+    to_second, to_first = (distance_transform_edt(~grid) for grid in (second, first))
+    return float(to_second[first].mean() + to_first[second].mean()) / 2
+
+
 OCCUPANCY = {"iou": iou, "chamfer": chamfer}
 """The measures of occupied voxels by their names in metrics and results."""
 
@@ -134,13 +141,6 @@ def _mean(measure: Callable[[Tensor, Tensor], Tensor], reconstruction: Tensor, i
     return total
 
 
-def _chamfer(first: np.ndarray, second: np.ndarray) -> float:
-    if not first.any() or not second.any():
-        return 0.0 if first.any() == second.any() else math.hypot(*first.shape)
-    to_second, to_first = (distance_transform_edt(~grid) for grid in (second, first))
-    return float(to_second[first].mean() + to_first[second].mean()) / 2
-
-
 SUMMARY_GRID = 16
 """Volumes are averaged down to at most this many voxels per axis before they are compared as vectors."""
 
@@ -169,8 +169,9 @@ def mean_pairwise_ms_ssim(volumes: Sequence[Tensor]) -> float:
 
 def nearest(vectors: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Return the root-mean-square distance from each vector to the nearest of the others, and its index."""
-    distances = _distances(vectors, others) / vectors.shape[1] ** 0.5
-    smallest = distances.min(dim=1)
+    # With more than 25 vectors, cdist would multiply matrices, and the rounding of that keeps equal vectors apart.
+    distances = torch.cdist(vectors, others, compute_mode="donot_use_mm_for_euclid_dist")
+    smallest = (distances / vectors.shape[1] ** 0.5).min(dim=1)
     return smallest.values, smallest.indices
 
 
@@ -205,9 +206,3 @@ def laplacian_kurtosis(volume: Tensor) -> float:
     inside = inside - inside.mean()
     variance = inside.square().mean()
     return float(inside.pow(4).mean() / variance.square()) if len(inside) and variance > 0 else math.nan
-
-
-def _distances(first: Tensor, second: Tensor) -> Tensor:
-    """Return the distances between all pairs of vectors; equal vectors are exactly 0 apart."""
-    # With more than 25 vectors, cdist would multiply matrices, and the rounding of that keeps equal vectors apart.
-    return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")

@@ -41,24 +41,19 @@ class Row:
 
     @classmethod
     def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> Row:
-        """Cut three planes of a (D, H, W) volume as `planes_at` does, in a size that is easy to see."""
-        return cls(label, planes_at(volume, spacing_mm, at))
+        """Cut the planes of a (D, H, W) volume through a voxel, the middle one unless given, in a size easy to see.
 
-
-def planes_at(volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> list[Tensor]:
-    """Return the planes of a (D, H, W) volume through a voxel, the middle one unless given.
-
-    They have true proportions, each with its last axis pointing up.
-    """
-    place = [length // 2 for length in volume.shape] if at is None else at
-    extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
-    scale = PLANE_PIXELS / max(extents)
-    planes = []
-    for axis in range(3):
-        plane = torch.rot90(volume.select(axis, place[axis])).float().cpu()
-        across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
-        planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
-    return planes
+        They have true proportions, each with its last axis pointing up.
+        """
+        place = [length // 2 for length in volume.shape] if at is None else at
+        extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
+        scale = PLANE_PIXELS / max(extents)
+        planes = []
+        for axis in range(3):
+            plane = torch.rot90(volume.select(axis, place[axis])).float().cpu()
+            across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
+            planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
+        return cls(label, planes)
 
 
 def picture_of(rows: Sequence[Row]) -> Tensor:
@@ -68,7 +63,12 @@ def picture_of(rows: Sequence[Row]) -> Tensor:
     for row in rows:
         height = max(plane.shape[0] for plane in row.planes)
         lines.append(_text_line(row.label, 3 * (width + GAP)))
-        lines.append(torch.cat([_pad(plane, height, width) for plane in row.planes], dim=1))
+        centred = []
+        for plane in row.planes:
+            top, left = (height - plane.shape[0]) // 2, (width - plane.shape[1]) // 2
+            right, bottom = width - plane.shape[1] - left, height - plane.shape[0] - top
+            centred.append(F.pad(plane, (left, right + GAP, top, bottom + GAP), value=0.0))
+        lines.append(torch.cat(centred, dim=1))
     return torch.cat(lines, dim=0)[:-GAP, :-GAP]
 
 
@@ -89,12 +89,6 @@ def save_picture(path: Path, picture: Tensor, title: str = "") -> Tensor:
     with replacing(path) as temporary:
         Image.fromarray(np.ascontiguousarray(pixels.numpy()), mode="L").save(temporary, "PNG")
     return pixels
-
-
-def _pad(plane: Tensor, height: int, width: int) -> Tensor:
-    top, left = (height - plane.shape[0]) // 2, (width - plane.shape[1]) // 2
-    right, bottom = width - plane.shape[1] - left, height - plane.shape[0] - top
-    return F.pad(plane, (left, right + GAP, top, bottom + GAP), value=0.0)
 
 
 def _text_line(text: str, width: int) -> Tensor:
@@ -176,29 +170,22 @@ def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[
     folder.mkdir(parents=True, exist_ok=True)
     for role, volume in volumes.items():
         assert ROLE.fullmatch(role), f"{role} is not a role of a volume"
-        columns = _columns(volume.voxels.shape)
+        depth, height, width = volume.voxels.shape
+        # About square, because browsers limit each side.
+        columns = max(1, min(depth, round(math.sqrt(depth * height / width))))
+        rows = math.ceil(depth / columns)
+        tiles = np.zeros((rows * columns, height, width), dtype=np.uint8)
+        tiles[:depth] = volume.voxels
+        tiles = tiles.reshape(rows, columns, height, width).transpose(0, 2, 1, 3)
+        picture = Image.fromarray(tiles.reshape(rows * height, columns * width))
         layout = {"shape": volume.voxels.shape, "grid": volume.grid, "columns": columns}
         names = {"orientation": "RAS", "name": volume.name, "note": volume.note}
         facts = PngInfo()
         facts.add_text(FACTS, json.dumps({**layout, "spacing_mm": volume.spacing_mm, **names}))
         with replacing(folder / f"{stage}_{step:08d}_{role}.png") as temporary:
-            Image.fromarray(_tiles(volume.voxels, columns)).save(temporary, "PNG", pnginfo=facts, compress_level=6)
+            picture.save(temporary, "PNG", pnginfo=facts, compress_level=6)
 
 
 def viewer_folder(run: RunFolder) -> Path:
     """Return the folder of a run's viewer volumes."""
     return run.previews / "volumes"
-
-
-def _columns(shape: tuple[int, ...]) -> int:
-    """Return the number of slices per row that makes the picture about square, because browsers limit each side."""
-    depth, height, width = shape
-    return max(1, min(depth, round(math.sqrt(depth * height / width))))
-
-
-def _tiles(voxels: np.ndarray, columns: int) -> np.ndarray:
-    depth, height, width = voxels.shape
-    rows = math.ceil(depth / columns)
-    padded = np.zeros((rows * columns, height, width), dtype=np.uint8)
-    padded[:depth] = voxels
-    return padded.reshape(rows, columns, height, width).transpose(0, 2, 1, 3).reshape(rows * height, columns * width)

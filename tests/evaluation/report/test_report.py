@@ -20,7 +20,7 @@ from runtime.files import RunFolder
 from runtime.processes import Process
 from tests.report_run import SPACING, make_run, volume_with_gradient
 from tests.support.tiny_config import TINY
-from training.recording.progress import ELAPSED
+from training.recording import ELAPSED
 from training.validation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid, viewer_folder
 
 

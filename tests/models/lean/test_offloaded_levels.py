@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diffusion.pixel_loss import PixelLoss
 from memory.predict.emulation import measure_peak
 from models import build_autoencoder
 from models.host_memory import announce_offloaded, offloaded_bytes
@@ -22,6 +21,7 @@ from runtime.precision import Precision
 from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
+from training.ldm_step import PixelLoss
 
 MIB = 1 << 20
 

@@ -126,32 +126,17 @@ def grid(*places, size=8):
     return volume
 
 
-def test_equal_volumes_and_empty_ones_agree():
+def test_shares_and_distances_are_those_of_the_occupied_voxels_of_each_volume():
     for volume in (grid((1, 2, 3), (4, 4, 4)), grid()):
         assert float(iou(volume, volume, 0.1)) == 1
         assert float(chamfer(volume, volume, 0.1)) == 0
-
-
-def test_shares_and_distances_are_those_of_the_voxels():
     first, second = grid((0, 0, 0), (3, 3, 3)), grid((0, 0, 0), (3, 3, 5))
-    assert float(iou(first, second, 0.1)) == pytest.approx(1 / 3)
+    shares = iou(torch.cat([first, grid()]), torch.cat([second, grid((1, 1, 1))]), 0.1)
+    assert shares.tolist() == pytest.approx([1 / 3, 0])
     assert float(chamfer(first, second, 0.1)) == pytest.approx(1.0)  # 0 and 2, both ways
-
-
-def test_an_empty_reconstruction_is_as_far_as_the_grid_is_long():
-    assert float(iou(grid(), grid((1, 1, 1)), 0.1)) == 0
     assert float(chamfer(grid(), grid((1, 1, 1)), 0.1)) == pytest.approx(8 * math.sqrt(3))
-
-
-def test_the_threshold_is_a_share_of_the_range():
     faint = torch.where(grid((2, 2, 2)) > 0, -0.5, -1.0)  # a quarter of the range
-    assert float(iou(faint, grid((2, 2, 2)), 0.2)) == 1
-    assert float(iou(faint, grid((2, 2, 2)), 0.3)) == 0
-
-
-def test_each_volume_of_a_batch_is_measured_by_itself():
-    batch = torch.cat([grid((1, 1, 1)), grid()])
-    assert iou(batch, torch.cat([grid((1, 1, 1)), grid((0, 0, 0))]), 0.1).tolist() == [1, 0]
+    assert [float(iou(faint, grid((2, 2, 2)), threshold)) for threshold in (0.2, 0.3)] == [1, 0]
 
 
 def test_background_of_a_signed_channel_is_not_occupied():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from training.validation.skill.linear_denoiser import (
+from training.validation.skill import (
     FILL_SHRINKAGES,
     MEAN_SHARES,
     SHRINKAGES,
@@ -95,16 +95,6 @@ def test_a_hole_is_filled_by_the_gaussian_given_what_is_known_and_only_errors_in
     torch.testing.assert_close(of_all[len(SHRINKAGES) + len(MEAN_SHARES) + 1], expected, rtol=1e-6, atol=0)
 
 
-def test_the_error_is_that_of_denoising_for_each_shrinkage_and_beats_both_the_mean_and_the_noisy_latent():
-    denoiser, clean = LinearDenoiser(examples(40)), examples(8, seed=5)
-    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    errors = denoiser.errors(clean, noise, 0.8, 0.6)
-    assert len(errors) == denoiser.num_errors(has_holes=False) == len(SHRINKAGES) + len(MEAN_SHARES)
-    by_mean = (clean.flatten(1) - denoiser.mean).square().mean(dim=1).sum()
-    by_scaling = (0.8 * (0.8 * clean + 0.6 * noise) - clean).square().flatten(1).mean(dim=1).sum()
-    assert errors.min() < 0.5 * min(by_mean, by_scaling)
-
-
 def test_draws_have_the_mean_and_the_covariance_of_the_examples():
     latents = examples(40)
     denoiser, generator = LinearDenoiser(latents), torch.Generator().manual_seed(7)
@@ -129,13 +119,3 @@ def test_the_stationary_filter_is_the_conditional_mean_under_its_own_block_circu
     centred = (noisy - signal * found.mean).flatten(1)
     expected = found.mean + (signal * centred @ inverse @ covariance).view(noisy.shape)
     torch.testing.assert_close(found.denoise(noisy, signal, level, 1.0), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_smooth_latents_with_few_examples_are_denoised_best_by_the_stationary_filter():
-    generator = torch.Generator().manual_seed(4)
-    white = torch.randn(12, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
-    smooth = torch.stack([white.roll(shift, dims=axis) for axis in (2, 3, 4) for shift in (-1, 0, 1)]).sum(dim=0) / 4
-    denoiser = LinearDenoiser(smooth[:6])
-    noise = torch.randn(6, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
-    errors = denoiser.errors(smooth[6:], noise, 0.8, 0.6)
-    assert errors[-len(MEAN_SHARES) :].min() < 0.9 * errors[: len(SHRINKAGES)].min()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.recording.progress import RunClock, duration_text
+from training.recording import RunClock, duration_text
 
 
 class FakeTime:
@@ -61,31 +61,17 @@ def test_validations_left_are_those_that_the_loop_will_make():
             assert clock.validations_left(step) == len(made)
 
 
-def test_resumed_run_counts_from_its_first_step():
-    time = FakeTime()
-    clock = RunClock(50, 100, validate_every=100, save_every=100, now=time)
-    time.now += 7
-    clock.step_done()
-    time.now += 4.5
-    clock.mark(60)
-    assert clock.seconds_per_step == pytest.approx(0.5)
-    assert clock.seconds_left(60) == pytest.approx(20)
-
-
-def test_time_left_is_announced_when_steps_and_when_a_validation_were_timed():
+def test_the_time_left_counts_validations_until_the_time_of_one_is_known():
     time = FakeTime()
     clock = RunClock(0, 20, validate_every=10, save_every=10, now=time)
-    assert clock.announcement(0) == ""
+    assert clock.text(0) == ""
     clock.step_done()
     time.now += 8
     clock.mark(9)
-    assert clock.announcement(9).startswith("time left: 11 s + 2 validations at 1 s per step")
-    assert clock.announcement(9) == ""
+    assert clock.text(9) == "11 s + 2 validations"
     time.now += 100
     clock.pause("validation", 100)
-    assert clock.announcement(11).startswith("time left: 1 min 49 s at 1 s per step")
-    assert clock.announcement(12) == ""
-    assert clock.announcement(20) == ""
+    assert clock.text(11) == "1 min 49 s"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Logging during training: a progress bar or plain lines, metrics.jsonl and TensorBoard."""
+"""What a run says while it trains: progress bar or plain lines, metrics.jsonl, TensorBoard, and the time left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,12 +18,17 @@ from torch import Tensor
 
 from runtime.cli import STEP_LINES
 from runtime.cli.bars import ProgressBar
-from runtime.files import RunFolder, write_text
+from runtime.files import RunFolder, counted, write_text
 from runtime.processes import Process
-from training.recording.progress import ELAPSED, RunClock
 
 log = logging.getLogger(__name__)
 step_lines = logging.getLogger(STEP_LINES)
+
+INTERVALS = 20
+"""Predictions use this many of the last intervals between log lines, because steps may become slower during a run."""
+
+ELAPSED = "elapsed_seconds"
+"""Key in metrics.jsonl: seconds since this start of the run, saves and validations included."""
 
 Batches = TypeVar("Batches")
 """What a step gets; the recorder does not look at it."""
@@ -38,29 +44,101 @@ _WAITING = "data_wait_share"
 LARGEST_WAIT = 0.1
 
 
-class DataWait:
-    """Adds up the waiting time over log lines and warns once, with what to change."""
+class RunClock:
+    """Measures steps, saves and validations, and predicts the rest of the run from them.
 
-    def __init__(self) -> None:
-        self._lines, self._waited, self._elapsed, self._has_warned = 0, 0.0, 0.0, False
+    Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
+    because it also chooses kernels and fills caches. A run with a time limit has no `last_step`; `seconds` is the time
+    it had left at the start.
+    """
 
-    def share(self, waited: float, elapsed: float) -> float:
-        """Return the share of one log line; warn once if it stays above `LARGEST_WAIT`.
+    def __init__(
+        self,
+        first_step: int,
+        last_step: int | None,
+        validate_every: int = 0,
+        save_every: int = 0,
+        seconds: float | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.first_step, self.last_step = first_step, last_step
+        self._validate_every, self._save_every = validate_every, save_every
+        self._seconds, self._now = seconds, now
+        self._start = self._marked_at = now()
+        self._marked_step = first_step
+        self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
+        self._pauses: dict[str, list[float]] = {"save": [], "validation": []}
 
-        The first line, which includes the start of the workers, is not counted, and two more are awaited.
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since the start, pauses included."""
+        return self._now() - self._start
+
+    def step_done(self) -> None:
+        """Start timing after the first step."""
+        if self._marked_step == self.first_step:
+            self._marked_step, self._marked_at = self.first_step + 1, self._now()
+
+    def mark(self, step: int) -> None:
+        """Record that the device has finished all steps up to `step`."""
+        if step > self._marked_step:
+            now = self._now()
+            self._intervals.append((step - self._marked_step, now - self._marked_at))
+            self._marked_step, self._marked_at = step, now
+
+    def pause(self, kind: str, seconds: float) -> None:
+        """Record the time of a save or a validation, which belongs to no step."""
+        self._pauses[kind].append(seconds)
+        self._marked_at += seconds
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Return the mean of the last intervals; None before the first."""
+        steps = sum(count for count, _ in self._intervals)
+        return sum(seconds for _, seconds in self._intervals) / steps if steps else None
+
+    def validations_left(self, step: int) -> int:
+        """Return the number of validations after `step`; the last step always has one."""
+        if not self._validate_every or self.last_step is None or step >= self.last_step:
+            return 0
+        return (self.last_step - 1) // self._validate_every - step // self._validate_every + 1
+
+    def seconds_left(self, step: int) -> float | None:
+        """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
+        of_step = self.seconds_per_step
+        if of_step is None:
+            return None
+        if self.last_step is None:
+            return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
+        saves = (self.last_step - step) // self._save_every if self._save_every else 0
+        left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
+        pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
+        return (self.last_step - step) * of_step + pauses
+
+    def text(self, step: int) -> str:
+        """Return the time left in words; empty before the first interval.
+
+        Until the time of a validation is known, the remaining validations are counted instead.
         """
-        self._lines += 1
-        if self._lines > 1:
-            self._waited, self._elapsed = self._waited + waited, self._elapsed + elapsed
-        total = self._waited / self._elapsed if self._elapsed > 0 else 0.0
-        if self._lines > 3 and total > LARGEST_WAIT and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "waiting for data takes %.0f %% of the time; raise data.num_workers, set data.prepared: disk or memory "
-                "if it is none, or turn data.use_augmentation off",
-                100 * total,
-            )
-        return waited / elapsed if elapsed > 0 else 0.0
+        left = self.seconds_left(step)
+        if left is None:
+            return ""
+        uncounted = 0 if self._pauses["validation"] else self.validations_left(step)
+        return duration_text(left) + (f" + {counted(uncounted, 'validation')}" if uncounted else "")
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the two units that matter: 45 s, 12 min 5 s, 3 h 20 min, 2 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
 
 
 class Recorder:
@@ -74,7 +152,6 @@ class Recorder:
         self._samples = 0
         self._bar: Any = None
         self._waited = 0.0
-        self._data_wait = DataWait()
         if process.is_rank_zero:
             # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
@@ -83,11 +160,9 @@ class Recorder:
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
-            style = _TIMED_BAR if last_step is None else _BAR
             if sys.stderr.isatty():
-                self._bar = ProgressBar(
-                    total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style
-                )
+                style = {"dynamic_ncols": True, "bar_format": _TIMED_BAR if last_step is None else _BAR}
+                self._bar = ProgressBar(total=last_step, initial=first_step, desc=stage, **style)
 
     def __enter__(self) -> Recorder:
         return self
@@ -120,7 +195,7 @@ class Recorder:
         now = time.perf_counter()
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
-        line[_WAITING] = self._data_wait.share(self._waited, now - self._since)
+        line[_WAITING] = self._waited / (now - self._since)
         self._waited = 0.0
         line |= extra
         self.clock.mark(step)
@@ -141,7 +216,7 @@ class Recorder:
             f"{speed:.3g} s per step" if speed else "",
             f"{left} left" if left else "",
             f"peak {peak:.2f} GiB" if peak is not None else "",
-            f"{waiting} of the time waiting for data" if waiting else "",
+            f"{waiting} of the time waiting for data: raise data.num_workers" if waiting else "",
         ]
         step_lines.info("%s", ", ".join(filter(None, words)))
         if self._bar is not None:
@@ -198,14 +273,11 @@ def drop_later_lines(path: Path, stage: str, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _is_kept(line, stage, step)]
+    kept = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):  # truncated when the run was killed
+            entry = json.loads(line)
+            if isinstance(entry, dict) and (entry.get("stage") != stage or entry.get("step", 0) <= step):
+                kept.append(line)
     if kept != lines:
         write_text(path, "".join(kept))
-
-
-def _is_kept(line: str, stage: str, step: int) -> bool:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError:
-        return False  # truncated when the run was killed
-    return isinstance(entry, dict) and (entry.get("stage") != stage or entry.get("step", 0) <= step)

@@ -1,1 +1,0 @@
-"""What a run says while it trains: the progress bar, metrics, the time left and waiting for data."""
