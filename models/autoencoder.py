@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,15 +14,12 @@ from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
 from models.bottleneck import VectorQuantiser, build_quantiser
-from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples, stage_of
+from models.lean.blocks import Head, InputConvolution, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
-from models.lean.host_volumes import HostSpace, TrainingSpace
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
-from models.lean.norm import compute_dtype
-from models.lean.offloaded_levels import OffloadedLevels
-from models.lean.resampling import Strides
-from models.lean.slabs import ConvolvedRows, Volume, volume_bytes
-from models.lean.streaming import stored
+from models.lean.resampling import DownsampleBlock, Strides, UpsampleBlock
+from models.lean.rows import HostSpace, TrainingSpace, Volume, volume_bytes
+from models.lean.slabs import LeanBlock, in_slabs, stored
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
 
@@ -47,16 +45,16 @@ class LeanCoder(nn.Module):
         self.first_level = first_level
         self.levels = _level_of_each(self.blocks, first_level)
         self.offloaded_levels = 0
-        self._offloaded: OffloadedLevels | None = None
+        self._offloaded: Callable[[Tensor], Tensor] | None = None
         self.checkpointed_levels = 0
         self.slab_rows = 0
         self.host: HostSpace | None = None
         self.offload = False
         self.nested = False
-        norm, conv = self.blocks[-2], self.blocks[-1]
+        first, *_, norm, conv = self.blocks
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
-        # In a tuple, so that it is not registered: its parameters already have their names in `blocks`.
-        self._head = (Head(norm, conv),)
+        # In tuples, so that they are not registered: their parameters already have their names in `blocks`.
+        self._first, self._head = (InputConvolution(first),), (Head(norm, conv),)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
@@ -94,7 +92,7 @@ class LeanCoder(nn.Module):
     def _begin(self, conv: Convolution, x: Tensor) -> Volume:
         """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""
         if self.host is not None and not torch.is_grad_enabled():
-            rows = ConvolvedRows(x, *(parameter.to(compute_dtype(x)) for parameter in conv.conv.parameters()))
+            rows = self._first[0].consume(x)
             if volume_bytes(rows) > self.host.above:
                 return rows
         # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
@@ -124,11 +122,11 @@ class LeanCoder(nn.Module):
 
         With `recomputes`, they are not kept until backward, which computes them again.
         """
-        (head,) = self._head
-        blocks = zip([*self.blocks[:-2], head], self.levels[:-1], strict=True)
-        stages = [stage_of(block) for block, level in blocks if level < num_levels]
+        every = zip([*self._first, *self.blocks[1:-2], *self._head], self.levels[:-1], strict=True)
+        blocks = [block for block, level in every if level < num_levels]
         self.offloaded_levels = num_levels
-        self._offloaded = OffloadedLevels(stages, rows, host, recomputes) if num_levels else None
+        options: dict[str, Any] = {"rows": rows, "host": host, "recomputes": recomputes}
+        self._offloaded = functools.partial(in_slabs, blocks=blocks, **options) if num_levels else None
 
     @property
     def _recomputes_upsampled(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.autoencoder import LeanAutoencoder, build_autoencoder
-from models.lean.host_volumes import GIB, TrainingSpace, check_host_bytes
+from models.lean.rows import GIB, TrainingSpace, check_host_bytes
 from runtime.observer import memory_observer
 from runtime.precision import Precision
 from settings import AutoencoderSettings

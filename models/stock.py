@@ -13,9 +13,9 @@ from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
 from models.bottleneck import VectorQuantiser
-from models.lean.host_volumes import HostSpace
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 from models.lean.norm import full_precision
+from models.lean.rows import HostSpace
 
 log = logging.getLogger(__name__)
 

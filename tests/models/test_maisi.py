@@ -13,8 +13,8 @@ from monai.apps.generation.maisi.networks.autoencoderkl_maisi import Autoencoder
 from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
 from models.frozen_autoencoder import autoencoder_of, check_pretrained, latents_digest
-from models.lean.interpolation import Enlarged
 from models.lean.layout import CHANNELS_LAST
+from models.lean.resampling import Enlarged
 from settings import CheckpointError, stored, validate
 from tests.models.autoencoders import stock_like
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts

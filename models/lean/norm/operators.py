@@ -19,7 +19,7 @@ from torch import Tensor
 from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import torch_kernels
-from models.lean.norm.affine import Norm
+from models.lean.norm.torch_kernels import Norm
 
 log = logging.getLogger(__name__)
 
@@ -73,20 +73,13 @@ def normalise(x: Tensor, norm: Norm, dtype: torch.dtype, rows_before: int = 0, r
     return torch.ops.lean.normalise.default(x, *norm, dtype, rows_before, rows_after)
 
 
-def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Return two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`. Two reads.
+def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
+    """Write two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`, into `sums`.
 
     The first sums the gradient before SiLU, the second its product with the standardised input. Summed over the batch,
-    they are the gradients of bias and weight.
-    """
-    return torch.ops.lean.norm_sums.default(grad, x, *norm)
-
-
-def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
-    """Write what `norm_sums` returns into `sums`, and the gradient that `norm_input_grad` needs into `out`.
-
-    In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision that would
-    be one more rounding, so the incoming gradient is kept as it is. Two reads, one write; `out` may be `grad` itself.
+    they are the gradients of bias and weight. `out`, which may be `grad` itself, gets the gradient that
+    `norm_input_grad` needs. In full precision that is the gradient before SiLU, so that SiLU is not computed again. In
+    low precision that would be one more rounding, so the incoming gradient is kept as it is. Two reads, one write.
     """
     torch.ops.lean.store_norm_sums.default(out, sums, grad, x, *norm)
 
@@ -221,15 +214,6 @@ def _fake_normalise(x: Tensor, *values: Any) -> Tensor:
     return _empty_rows(x, dtype, rows_before + rows_after)
 
 
-def _norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
-    _check(x, grad)
-    return _backend(x).norm_sums(grad, x, Norm(*fields))
-
-
-def _fake_norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
-    return x.new_empty((2, *x.shape[:2]), dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 def _store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, *fields: Any) -> None:
     _check(x, out, grad)
     _backend(x).store_norm_sums(out, sums, grad, x, Norm(*fields), stores_before_silu(out))
@@ -275,13 +259,12 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
         sums = backend.group_norm_backward(grad_x, grad, x, norm)
         grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
         return grad_x, grad_weight, grad_bias
-    if stores_before_silu(grad_x):
-        # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
-        sums = norm.mean.new_empty((2, *x.shape[:2]))
-        _store_norm_sums(grad_x, sums, grad, x, *norm)
+    # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
+    is_before_silu = stores_before_silu(grad_x)
+    sums = norm.mean.new_empty((2, *x.shape[:2]))
+    backend.store_norm_sums(grad_x if is_before_silu else None, sums, grad, x, norm, is_before_silu)
+    if is_before_silu:
         grad, norm = grad_x, norm._replace(silu=False)
-    else:
-        sums = _norm_sums(grad, x, *norm)
     means = group_means(sums, norm.weight, norm.groups, x.numel() // norm.mean.numel())
     _norm_input_grad(grad_x, grad, x, *norm, means, None)
     return grad_x, sums[1].sum(0), sums[0].sum(0)
@@ -309,7 +292,6 @@ _register(
     _normalise,
     _fake_normalise,
 )
-_register(f"norm_sums(Tensor grad, Tensor x, {_NORM}) -> Tensor", _norm_sums, _fake_norm_sums)
 _register(
     f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}) -> ()",
     _store_norm_sums,

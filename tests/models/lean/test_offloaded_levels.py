@@ -14,8 +14,8 @@ from diffusion.pixel_loss import PixelLoss
 from memory.predict.emulation import measure_peak
 from models import build_autoencoder
 from models.host_memory import announce_offloaded, offloaded_bytes
-from models.lean.host_volumes import HostMemoryError
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
+from models.lean.rows import HostMemoryError
 from runtime.observer import MemoryObserver, observed_by
 from runtime.placement import move
 from runtime.precision import Precision

@@ -6,9 +6,9 @@ import pytest
 import torch
 from monai.networks.nets.autoencoderkl import AEKLResBlock
 
+from models.lean.blocks import _places
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS, layout_of
-from models.lean.slab_blocks import _places
-from models.lean.slabs import bias_grad
+from models.lean.rows import bias_grad
 from tests.models.gradients import small_work_counts
 from tests.models.lean.test_blocks import CHANNELS, GRID, lean, problem
 from tests.models.problems import volumes, with_lively_weights

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import build_autoencoder
-from models.lean.host_volumes import HostSpace, HostVolume, ReadAhead, Remembered
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
+from models.lean.rows import HostSpace, HostVolume, ReadAhead, Remembered
 from settings import validate
 from tests.models.gradients import small_work_counts
 from tests.models.problems import with_lively_weights

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.lean.norm import group_norm, operators, torch_kernels
-from models.lean.norm.affine import Norm
 from models.lean.norm.operators import group_means, uses_triton
+from models.lean.norm.torch_kernels import Norm
 from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out, whole_distances
 
 pytestmark = pytest.mark.gpu

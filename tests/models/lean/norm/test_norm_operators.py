@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.predict.cuda_autocast import cuda_autocast_rules
 from models.lean.norm import group_norm, operators, torch_kernels
-from models.lean.norm.affine import Norm
-from models.lean.norm.operators import group_means, norm_input_grad, norm_sums, normalise, statistics, uses_triton
+from models.lean.norm.operators import group_means, norm_input_grad, normalise, statistics, store_norm_sums, uses_triton
+from models.lean.norm.torch_kernels import Norm
 from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
 
 LOW = (torch.bfloat16, torch.float16)
@@ -167,13 +167,15 @@ def test_slabs_make_up_the_whole(layout):
         haloed = normalise(x[:, :, rows], norm, x.dtype, before, after)
         assert haloed.shape[2] == end - start + 2
         parts.append(haloed[:, :, 1:-1])
-        sums = sums + norm_sums(grad[:, :, start:end], x[:, :, start:end], norm)
+        part = torch.empty_like(sums)
+        store_norm_sums(grad_x[:, :, start:end], part, grad[:, :, start:end], x[:, :, start:end], norm)
+        sums += part
     torch.testing.assert_close(torch.cat(parts, 2), y, rtol=0, atol=1e-13)
     assert torch.equal(haloed[:, :, -1], torch.zeros_like(haloed[:, :, -1]))
     means = group_means(sums, weight, 3, x.numel() // mean.numel())
     for start, end in slabs:
         own = grad_x[:, :, start:end]
-        norm_input_grad(own, own, x[:, :, start:end], norm, means, grad[:, :, start:end])
+        norm_input_grad(own, own, x[:, :, start:end], norm._replace(silu=False), means, grad[:, :, start:end])
     expected = operators.group_norm_backward(grad, x, norm)
     torch.testing.assert_close(grad_x, expected[0] + grad, rtol=0, atol=1e-13)
     torch.testing.assert_close(sums.sum(1).flip(0), torch.stack(expected[1:]), rtol=1e-13, atol=1e-13)
@@ -196,7 +198,6 @@ def operator_calls():
         means = torch.zeros(2, *mean.shape)
         yield lean.statistics, (x, case.groups, EPS)
         yield lean.normalise, (x, *norm, torch.bfloat16, 1, 2)
-        yield lean.norm_sums, (grad, x, *norm)
         yield lean.store_statistics, (torch.empty_like(x), torch.empty_like(mean), torch.empty_like(rstd), x, EPS)
         sums = torch.empty(2, *x.shape[:2])
         yield lean.store_norm_sums, (torch.empty_like(x), sums, grad, x, *norm)
@@ -316,7 +317,7 @@ def test_wrong_shapes_are_refused():
     x, grad, weight, bias = inputs(Case((1, 4, 2, 3, 3), 2))
     mean, rstd = statistics(x, 2, EPS)
     with pytest.raises(AssertionError, match="does not belong to"):
-        norm_sums(grad[:, :, :1], x, Norm(mean, rstd, weight, bias, False))
+        store_norm_sums(x, torch.empty(2, 1, 4), grad[:, :, :1], x, Norm(mean, rstd, weight, bias, False))
     with pytest.raises(AssertionError, match="rows, height, width"):
         statistics(x[0], 2, EPS)
     with pytest.raises(AssertionError, match="no values to normalise"):

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  
 from triton.compiler import ASTSource  # type: ignore[import-untyped]  # noqa: E402
 
 from models.lean.norm import triton_kernels, triton_launch  # noqa: E402
-from models.lean.norm.affine import Norm  # noqa: E402
+from models.lean.norm.torch_kernels import Norm  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[4]
 
