@@ -9,8 +9,8 @@ from typing import Any
 
 from diffusion.normalisation import Normalisation
 from models import StockAutoencoder
-from models.arguments import unet_arguments
 from models.frozen_autoencoder import accepted_digests
+from models.unet import unet_arguments
 from models.weight_files import load_weights
 from settings import CheckpointError, Settings, restored
 

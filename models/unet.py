@@ -18,7 +18,6 @@ from monai.networks.nets.diffusion_model_unet import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.arguments import unet_arguments
 from models.lean import native
 from models.lean.attention import AttentionBlock
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
@@ -292,6 +291,30 @@ def _embedding(num_inputs: int, width: int) -> nn.Sequential:
 def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
     """Return the inputs of a resampling block; residual ones (`resblock_updown`) take the timestep too."""
     return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
+
+
+def unet_arguments(
+    settings: LdmSettings, latent_channels: int, mean_map_shape: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `DiffusionModelUNet`.
+
+    A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
+    that are concatenated to the noisy latent, and the mean map, are further input channels.
+    """
+    unet, conditioning = settings.unet, settings.conditioning
+    num_mean_channels = 0 if mean_map_shape is None else mean_map_shape[0]
+    return {
+        "spatial_dims": 3,
+        "in_channels": latent_channels + conditioning.num_concatenated(latent_channels) + num_mean_channels,
+        "out_channels": latent_channels,
+        "channels": unet.num_channels,
+        "num_res_blocks": unet.res_blocks,
+        "attention_levels": unet.attention_levels,
+        "num_head_channels": unet.head_channels,
+        "norm_num_groups": unet.num_groups,
+        "resblock_updown": unet.resblock_updown,
+        "num_class_embeds": conditioning.num_embedded_classes,
+    }
 
 
 def build_unet(

@@ -215,7 +215,7 @@ class ResidualBlock(LeanBlock):
             del normed
             run.add(weight2, of_weight)
             part = part[:, :, 1:-1]
-            run.add_biases_in_slabs(part, bias2, shortcut_bias)
+            run.add_biases(part, bias2, shortcut_bias, in_slabs=True)
             if low_shortcut is not None and run.wants(shortcut):
                 inputs = rows_of(x_rows, start, end).to(run.dtype)
                 run.add(shortcut, native.convolution_backward(part, inputs, low_shortcut, (False, True))[1])
@@ -237,7 +237,7 @@ class ResidualBlock(LeanBlock):
                 part, first.rows(start, end), low_weight1, (True, run.wants(weight1))
             )
             run.add(weight1, of_weight)
-            run.add_biases_in_slabs(part[:, :, 1:-1], bias1)
+            run.add_biases(part[:, :, 1:-1], bias1, in_slabs=True)
             del part
             first.absorb(of_rows, start, end, kept_x)
             del of_rows, of_weight
@@ -335,7 +335,7 @@ class InputConvolution(LeanBlock):
             needs = (place is not None, run.wants(weight))
             of_x, of_weight = convolve_backward(part, rows_of(x, start, end).to(run.dtype), low_weight, needs)
             run.add(weight, of_weight)
-            run.add_biases_in_slabs(part[:, :, 1:-1], bias)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
             if place is not None:
                 write(place, start, of_x)
         return place
@@ -381,7 +381,7 @@ class Head(LeanBlock):
             part = rows_of(grad, start - 1, end + 1).to(run.dtype)
             of_rows, of_weight = convolve_backward(part, normed.rows(start, end), low_weight, (True, run.wants(weight)))
             run.add(weight, of_weight)
-            run.add_biases_in_slabs(part[:, :, 1:-1], bias)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
             normed.absorb(of_rows, start, end, place)
             del of_rows, of_weight
         run.add_all(self.norm.parameters(), normed.finish())

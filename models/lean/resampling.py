@@ -299,7 +299,7 @@ class UpsampleBlock(LeanBlock):
             )
             if run.wants(weight):
                 of_kernel = full_precision(of_part) if of_kernel is None else of_kernel.add_(of_part)
-            run.add_biases_in_slabs(part[:, :, 1:-1], bias)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
             if place is not None:
                 write(place, start, of_x)
         if of_kernel is not None:
@@ -341,7 +341,7 @@ class InterpolationBlock(UpsampleBlock):
             needs = (place is not None, run.wants(weight))
             of_rows, of_weight = convolve_backward(part, enlarged.rows(start, end), low_weight, needs)
             run.add(weight, of_weight)
-            run.add_biases_in_slabs(part[:, :, 1:-1], bias)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
             if place is not None:
                 first, total = enlarged.small_grad(of_rows, start)
                 if unfinished is not None:
@@ -404,7 +404,7 @@ class DownsampleBlock(LeanBlock):
                 part, inputs = self._wide(small, x, start, end, run.dtype), rows_of(large, start, end).to(run.dtype)
                 if run.wants(weight):
                     run.add(weight, self._back(part, inputs, low_weight, (False, True))[1])
-                run.add_biases_in_slabs(part[:, :, 1 : 1 - (-(end - start) // stride)], bias)
+                run.add_biases(part[:, :, 1 : 1 - (-(end - start) // stride)], bias, in_slabs=True)
 
         def compute(start: int, end: int) -> Tensor:
             before = start % stride

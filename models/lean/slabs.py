@@ -144,16 +144,14 @@ class Run:
         for parameter, part in zip(parameters, parts, strict=True):
             self.add(parameter, part)
 
-    def add_biases(self, grad: Volume, *biases: Tensor | None) -> None:
-        """Set the gradients of convolutions' biases, on the device, where that of their output is whole."""
-        if isinstance(grad, Tensor) and self.host is None and any(self.wants(bias) for bias in biases):
-            self.add_all(biases, [bias_grad(grad)] * len(biases))
+    def add_biases(self, grad: Volume, *biases: Tensor | None, in_slabs: bool = False) -> None:
+        """Add what the gradient of convolutions' output gives to those of biases.
 
-    def add_biases_in_slabs(self, grad: Tensor, *biases: Tensor | None) -> None:
-        """Add to the gradients of biases what some rows of their output's give, where it is in host memory."""
-        for bias in biases:
-            if self.host is not None and self.wants(bias):
-                self.add(bias, bias_grad(grad))
+        On the device it is whole; in host memory it comes in slabs. Either call does nothing in the other case.
+        """
+        if isinstance(grad, Tensor) and in_slabs == (self.host is not None) and any(map(self.wants, biases)):
+            part = bias_grad(grad)
+            self.add_all(biases, [part, *(part.clone() for _ in biases[1:])])  # each is added to by itself
 
     def slabs(self, x: Volume, channels: int, multiple: int = 1) -> list[tuple[int, int]]:
         """Return the slabs of a volume; all but the last have a multiple of so many rows."""

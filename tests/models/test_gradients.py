@@ -1,5 +1,7 @@
 """Every network under every memory knob has MONAI's gradients, in every dtype and with several volumes at once."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,11 +9,13 @@ from models import LeanAutoencoder, build_autoencoder, build_discriminator
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining
 from settings.ldm import LdmTraining
 from settings.section import SAME
-from tests.models.autoencoders import stock_like
+from tests.models.autoencoders import plain_autoencoder, stock_like
 from tests.models.gradients import DTYPES, Found, Problem, distances, run_backward, small_work_counts, standing_out
+from tests.models.layouts import channels_last
 from tests.models.problems import (
     AUTOENCODER_KNOBS,
     KNOBS,
+    OTHERS,
     UNET_KNOBS,
     autoencoder_settings,
     cases,
@@ -27,6 +31,38 @@ from tests.models.problems import (
 @pytest.mark.parametrize(("network", "knob", "dtype", "batch"), list(cases()), ids=str)
 def test_gradients_are_as_close_to_the_truth_as_those_of_stock(network, knob, dtype, batch):
     problem(network, batch).assert_as_close_as_stock(ours(network, KNOBS[network][knob]), dtype)
+
+
+CHANNELS_LAST_KNOBS = {
+    "autoencoder": ("lean", "slabs of 3", "thinnest slabs"),
+    "interpolating autoencoder": ("lean", "slabs of 4, nested, offloaded"),
+    "rows that stay": ("lean", "slabs of 3"),
+    "frozen decoder": ("lean", "slabs of 3"),
+    "U-Net with classes": ("lean", "checkpointed"),
+    "U-Net with resblock_updown": ("checkpointed",),
+    "discriminator": ("stock",),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("network", CHANNELS_LAST_KNOBS)
+def test_channels_last_has_the_gradients_of_stock(network, dtype):
+    # Two volumes, because torch convolves a single small one on the CPU by a kernel that knows one layout only.
+    for knob in CHANNELS_LAST_KNOBS[network]:
+        model: Any = ours(network, KNOBS[network][knob])
+        model.set_layout(torch.channels_last_3d)
+        problem(network, 2).assert_as_close_as_stock(model, dtype, arrange=channels_last)
+
+
+@pytest.mark.parametrize("network", ["autoencoder", *OTHERS])
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(network, rows):
+    given, model = problem(network, 2), ours(network, {"slab_rows": rows}).eval().double()
+    model.load_state_dict(given.stock.state_dict())
+    with small_work_counts(), torch.inference_mode():
+        x, noise = (part.double() for part in given.inputs)
+        for mine, true in zip(run_autoencoder(model, x, noise), given.truth.outputs, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
 
 
 def test_discriminator_with_its_kinks_has_the_gradients_of_stock_in_double_precision():
@@ -64,11 +100,14 @@ def test_one_wrong_gradient_among_many_is_noticed(network, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 13, 9, 10), (3, 2, 7, 11, 6)], ids=str)
-def test_encoder_has_the_gradients_of_stock_on_grids_that_no_level_divides(shape, dtype):
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((1, 2, 13, 9, 10), 2), ((3, 2, 7, 11, 6), 2), ((2, 2, 13, 9, 11), ((2, 2, 1), (2, 2, 2)))]
+)
+def test_encoder_has_the_gradients_of_stock_on_grids_that_no_level_divides(shape, strides, dtype):
     torch.manual_seed(0)
-    shape_of_network = {"num_channels": [8, 16, 16], "attention_levels": [False, False, True]}
-    stock = with_lively_weights(stock_like(autoencoder_settings({}, **shape_of_network)))
+    levels = {"num_channels": [8, 16, 16], "attention_levels": [False, False, True]}
+    shape_of_network = {**levels, "strides": strides}
+    stock = with_lively_weights(plain_autoencoder(autoencoder_settings({}, **shape_of_network)))
     encoder = Problem(stock, lambda network, x: network.encode(x), [volumes(*shape)])
     for rows in (0, 2, 4):
         lean = build_autoencoder(autoencoder_settings({"slab_rows": rows}, **shape_of_network))

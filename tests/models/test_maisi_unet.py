@@ -10,7 +10,7 @@ import torch
 from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 
 from models import build_unet
-from models.exchange.weights import check_fit, find_state, to_our_names
+from models.exchange import check_fit, find_state, to_our_names
 from settings import CheckpointError, Settings, validate
 from tests.models.gradients import BATCHES, DTYPES, LIMITS, Problem, same_in_every_dtype
 from tests.models.problems import PoolInLowPrecision, with_lively_weights
@@ -150,14 +150,3 @@ def test_weights_fit_only_the_inputs_that_they_were_trained_with(name):
 def test_weights_of_maisi_are_refused_as_those_of_monai():
     with pytest.raises(CheckpointError, match=r"holds MAISI's U-Net, which --from monai does not fit; use maisi"):
         to_our_names(maisi(SCANS["all"]).state_dict(), "monai", PATH)
-
-
-def test_a_network_without_such_inputs_starts_from_the_weights_it_always_had():
-    torch.manual_seed(3)
-    plain = build_unet(settings_with({}).ldm, latent_channels=3).state_dict()
-    torch.manual_seed(3)
-    told = build_unet(settings_with({"regions": ["head", "chest"]}).ldm, latent_channels=3).state_dict()
-    assert not any("spacing" in key for key in plain)
-    assert torch.equal(plain["conv_in.conv.weight"], told["conv_in.conv.weight"])
-    widths = {told[key].shape[1] / value.shape[1] for key, value in plain.items() if key.endswith("proj.weight")}
-    assert 4 in widths

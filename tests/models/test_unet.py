@@ -1,13 +1,11 @@
 """What the diffusion U-Net promises beside its gradients: when it checkpoints, and where its middle attends."""
 
-import logging
-
 import torch
 from monai.networks.nets import DiffusionModelUNet
 from torch.nn import functional as F
 
 from models import build_unet
-from models.arguments import unet_arguments
+from models.unet import unet_arguments
 from settings import Settings
 
 
@@ -20,33 +18,6 @@ def ldm_settings(**training):
         "norm_num_groups": 4,
     }
     return Settings.model_validate({"ldm": {"unet": unet, "training": training}}).ldm
-
-
-def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch, caplog):
-    from models.lean import checkpointing
-
-    calls = []
-    original = checkpointing._Checkpoint
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(checkpointing, "_Checkpoint", counted)
-    with caplog.at_level(logging.INFO, logger="models"):
-        model = build_unet(ldm_settings(use_gradient_checkpointing=True), latent_channels=3)
-    (line,) = (record.getMessage() for record in caplog.records)
-    x, t = torch.randn(1, 3, 8, 8, 8), torch.tensor([5])
-    with torch.no_grad():
-        model(x, t)
-    model.eval()(x, t)
-    assert not calls
-    model.train()(x, t)
-    assert f"{len(calls)} blocks of the diffusion U-Net" in line
-    model.gradient_checkpointing_disable()
-    calls.clear()
-    model(x, t)
-    assert not calls
 
 
 def test_middle_attends_where_the_last_level_does_not():

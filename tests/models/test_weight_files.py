@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.exchange.weights import read_foreign_weights
+from models.exchange import read_foreign_weights
 from models.weight_files import load_weights, read_tensors, save_weights
 from settings import CheckpointError
 from tests.privileges import without_privileges

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from models.bottleneck import CodeStatistics, VectorQuantiser
-from models.exchange.networks import monai_arguments
+from models.exchange import monai_arguments
 from models.frozen_autoencoder import latents_digest
 from runtime.processes import Process
 from settings import CheckpointError, Settings

@@ -347,6 +347,8 @@ def _sums_launch(
     """Return the number of chunks and the kernel, for the strides of the gradient, of x and of `out`, if any."""
     batch, channels = shape[:2]
     voxels, (stride_grad, stride, stride_out) = shape[2:].numel(), strides
+    assert stride_grad is not None, "the gradient and x are there"
+    assert stride is not None, "the gradient and x are there"
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
     volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
     return num_chunks, _Launch(
