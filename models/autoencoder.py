@@ -80,8 +80,10 @@ class LeanCoder(nn.Module):
                 h = self._whole(h)
                 hooks = keep if upsampling is None else recomputed(h, *upsampling)
                 upsampling = None
-                if self._recomputes_upsampled and isinstance(block, UpsampleBlock):
-                    upsampling, hooks = (block, h), None  # its input stays on the device
+                if (self.nested or self.offload) and isinstance(block, UpsampleBlock):
+                    # Its output is the largest of all inputs. To compute that again takes one convolution of few taps,
+                    # and no copy to the host and back; what it is computed from stays on the device.
+                    upsampling, hooks = (block, h), None
                 h = self._run(block, h, level, hooks)
         if offloaded is not None and self.first_level:
             with keep if self.checkpointed_levels and keep is not None else nullcontext():
@@ -105,9 +107,9 @@ class LeanCoder(nn.Module):
         """Return a volume on the device, for a block that does not run in slabs."""
         if isinstance(h, Tensor):
             return h
-        on_device = stored(h, self.slab_rows, host=None)
-        assert isinstance(on_device, Tensor), "without a place on the host it is on the device"
-        return on_device
+        whole = stored(h, self.slab_rows, host=None)
+        assert isinstance(whole, Tensor), "without a place on the host it is on the device"
+        return whole
 
     def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
         """Run the blocks of the `num_levels` highest resolutions in slabs of `rows` rows; 0: whole.
@@ -130,14 +132,6 @@ class LeanCoder(nn.Module):
         self.offloaded_levels = num_levels
         options: dict[str, Any] = {"rows": rows, "host": host, "recomputes": recomputes}
         self._offloaded = functools.partial(in_slabs, blocks=blocks, **options) if num_levels else None
-
-    @property
-    def _recomputes_upsampled(self) -> bool:
-        """Whether upsampled volumes, the largest block inputs, are computed again from what was upsampled.
-
-        That takes one convolution of few taps, and no copy to the host and back.
-        """
-        return self.nested or self.offload
 
     def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels

@@ -239,37 +239,32 @@ CLASSES = {"autoencoder": "AutoencoderKL", "discriminator": "PatchDiscriminator"
 
 def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     """Return the arguments with which MONAI's class builds the network; raise `CheckpointError` if it cannot."""
-    if network == "autoencoder":
-        if not settings.autoencoder.has_stock_strides:
-            raise CheckpointError(
-                f"autoencoder.strides: {[list(strides) for strides in settings.autoencoder.level_strides]}; MONAI's "
-                "AutoencoderKL has strides of 2 only, so it would compute something else with these weights; only "
-                "networks trained with strides: 2 can be exported"
-            )
-        if settings.autoencoder.bottleneck != "kl":
-            raise CheckpointError(
-                f"autoencoder.bottleneck: {settings.autoencoder.bottleneck}; MONAI's AutoencoderKL cannot quantise its "
-                "latent; only networks trained with bottleneck: kl can be exported"
-            )
-        arguments = autoencoder_arguments(settings.autoencoder)
-        if not is_maisi(network, settings):
-            return arguments
-        # Splits of volumes, which save memory, must fit the grid; one always does.
-        return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, "num_splits": 1}
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)
-    assert network == "ldm", f"no network is called {network!r}"
-    if settings.ldm.conditioning.embedded_numbers:
-        raise CheckpointError(
-            f"ldm.conditioning: {', '.join(settings.ldm.conditioning.embedded_numbers)}; MONAI's DiffusionModelUNet "
-            "takes no numbers; only networks trained without them can be exported"
+    if network == "autoencoder":
+        s, arguments = settings.autoencoder, autoencoder_arguments(settings.autoencoder)
+        _check_export(
+            s.has_stock_strides, f"autoencoder.strides: {list(map(list, s.level_strides))}", "has strides of 2"
         )
-    arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
-    inputs = settings.ldm.conditioning.scan.inputs
-    if not inputs:
+        _check_export(s.bottleneck == "kl", f"autoencoder.bottleneck: {s.bottleneck}", "cannot quantise its latent")
+        # Splits of volumes, which save memory, must fit the grid; one always does.
+        options: dict[str, Any] = {"num_splits": 1}
+    else:
+        assert network == "ldm", f"no network is called {network!r}"
+        conditioning = settings.ldm.conditioning
+        numbers = ", ".join(conditioning.embedded_numbers)
+        _check_export(not numbers, f"ldm.conditioning: {numbers}", "takes no numbers", "DiffusionModelUNet")
+        arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
+        layers = [SCAN_LAYERS[name].removesuffix("_layer") for name in conditioning.scan.inputs]
+        options = {f"include_{layer}_input": True for layer in layers}
+    if not is_maisi(network, settings):
         return arguments
-    flags = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
-    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **flags}
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **options}
+
+
+def _check_export(can: bool, value: str, theirs: str, name: str = "AutoencoderKL") -> None:
+    if not can:
+        raise CheckpointError(f"{value}; MONAI's {name} {theirs}; networks trained with this cannot be exported")
 
 
 def is_maisi(network: str, settings: Settings) -> bool:
@@ -299,11 +294,11 @@ def stock_network(network: str, settings: Settings) -> nn.Module:
 def expected_state(network: str, settings: Settings) -> dict[str, Tensor]:
     """Return the state dict of our network on the meta device: names and shapes without values."""
     with torch.device("meta"):
-        if network == "autoencoder":
-            return build_autoencoder(settings.autoencoder).state_dict()
+        if network == "ldm":
+            return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).state_dict()
         if network == "discriminator":
             return build_discriminator(settings.autoencoder).state_dict()
-        return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).state_dict()
+        return build_autoencoder(settings.autoencoder).state_dict()
 
 
 OPEN = "NVIDIA Open Model License"

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from models.lean.layout import layout_of
 from models.lean.resampling import downsample_conv, upsample_conv, upsampled_rows
 from models.unet import add_upsampled, halved
-from tests.models import strided
+from tests.models import autoencoders
 from tests.models.layouts import channels_last
 
 SIZES = [(2, 3, 4), (5, 2, 3), (3, 5, 7), (4, 4, 1)]
@@ -20,11 +20,11 @@ STRIDES = [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1), (1, 1, 2)]
 
 
 def upsampled(x, conv, strides=(2, 2, 2)):
-    return strided.upsampled(x, conv.weight, conv.bias, strides)
+    return autoencoders.upsampled(x, conv.weight, conv.bias, strides)
 
 
 def downsampled(x, conv, strides=(2, 2, 2)):
-    return strided.downsampled(x, conv.weight, conv.bias, strides)
+    return autoencoders.downsampled(x, conv.weight, conv.bias, strides)
 
 
 def layer(dtype=torch.float64):
