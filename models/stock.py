@@ -38,8 +38,9 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         self.quantiser: VectorQuantiser | None = None
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
-        if upsampling == "trilinear":
-            interpolate_linearly(self.decoder.blocks)
+        for block in self.decoder.blocks if upsampling == "trilinear" else ():
+            if isinstance(block, Upsample):  # interpolates between voxels, as MAISI's, instead of repeating them
+                block.upsample_non_trainable.mode, block.upsample_non_trainable.align_corners = "trilinear", False
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
@@ -113,13 +114,6 @@ def autoencoder_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
         "with_encoder_nonlocal_attn": settings.has_middle_attention,
         "with_decoder_nonlocal_attn": settings.has_middle_attention,
     }
-
-
-def interpolate_linearly(blocks: nn.ModuleList) -> None:
-    """Make all upsampling blocks of a decoder interpolate between voxels, as MAISI's do, instead of repeating them."""
-    for block in blocks:
-        if isinstance(block, Upsample):
-            block.upsample_non_trainable.mode, block.upsample_non_trainable.align_corners = "trilinear", False
 
 
 def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:

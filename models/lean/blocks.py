@@ -40,7 +40,7 @@ from models.lean.rows import (
     with_halos,
     write,
 )
-from models.lean.slabs import LeanBlock, NormGradRows, Run, Statistics, Target, in_slabs, statistics_of, stored
+from models.lean.slabs import Found, LeanBlock, NormGradRows, Run, Statistics, Target, in_slabs, statistics_of, stored
 from runtime.observer import runs_on_cpu
 
 
@@ -91,19 +91,19 @@ class ResidualBlock(LeanBlock):
         return self._rows_forward(x, Run(self.slab_rows, dtype, host), consumes=True)[0]
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         assert is_last == (run.host is None), "in host memory, a resampling block or a head follows"
         return self._rows_forward(x, run, consumes=False)
 
-    def _rows_forward(self, x: Volume, run: Run, consumes: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def _rows_forward(self, x: Volume, run: Run, consumes: bool) -> tuple[Volume, Found]:
         """Return the output and the statistics of both norms.
 
         A norm needs statistics of all rows before the first one can be normalised, so the rows are visited twice: once
         to compute h, once to produce the output in its place. With `consumes` the output overwrites x if it fits there,
         on the device always, on the host if that is short of memory; h is then computed twice and never exists whole.
-        On the host, the more is free, the less is computed twice: with enough of it an input that is computed on demand
-        is kept, or at least its shortcut. For backward nothing is kept but the output, because to compute h again takes
-        less time than to copy it to the host and back.
+        If the host has room, an input that is computed on demand and has a shortcut is kept there, so that it is not
+        computed twice. For backward nothing is kept but the output, because to compute h again takes less time than to
+        copy it to the host and back.
         """
         host, dtype, shortcut = run.host, run.dtype, self.shortcut
         (weight1, bias1), (weight2, bias2) = _low(self.conv1.conv, dtype), _low(self.conv2.conv, dtype)
@@ -123,14 +123,9 @@ class ResidualBlock(LeanBlock):
             place = x if overwrites else run.place(convolved, "host")
             assert place is not None, "every output has a place"
             around = self._around(source, dtype)
-            beside: HostVolume | None = None
-            if host is not None and shortcut is not None and _is_computed(x) and consumes and host.free >= size:
-                beside = host.volume(convolved)
             inner = Statistics(convolved, all_slabs, self.norm2)
             for start, end in all_slabs:
                 inner.add(convolved.rows(start, end), None if recomputes else place)
-                if beside is not None:
-                    beside.write(start, around.rows(start, end))
             norm2 = _norm(self.norm2, inner.result())
             h: Volume = place
             if recomputes:
@@ -139,10 +134,10 @@ class ResidualBlock(LeanBlock):
                 h = with_halos(place, length)
             second = NormedRows(h, norm2, dtype)
             if isinstance(place, Tensor):
-                self._finish_on_device(place, second, around, all_slabs, weight2, bias2, 2 if overwrites else 1)
+                _finish_on_device(place, second, around, all_slabs, [weight2, bias2], 2 if overwrites else 1)
             else:
                 assert isinstance(place, HostVolume), "what is not on the device is in host memory"
-                outer, around = Statistics(convolved, all_slabs, self.norm1), beside or around
+                outer = Statistics(convolved, all_slabs, self.norm1)
                 for start, end in all_slabs:
                     part = convolve(second.rows(start - 1, end + 1), weight2, bias2)
                     # The rows that the next slab needs of what is overwritten here are remembered.
@@ -151,34 +146,8 @@ class ResidualBlock(LeanBlock):
                 place.statistics = {(self.norm1.num_groups, self.norm1.eps): outer.result()}
         return place, (norm1.mean, norm1.rstd, norm2.mean, norm2.rstd)
 
-    def _finish_on_device(
-        self,
-        out: Tensor,
-        second: NormedRows,
-        around: RowSource,
-        all_slabs: list[tuple[int, int]],
-        weight: Tensor,
-        bias: Tensor,
-        halo: int,
-    ) -> None:
-        """Write the output, `halo` rows of each slab late: the next slab still needs what they overwrite."""
-        late_place, late_rows = out[:, :, :0], out[:, :, :0]
-        for start, end in all_slabs:
-            haloed = second.rows(start - 1, end + 1)
-            late_place.copy_(late_rows)
-            part = convolve(haloed, weight, bias)
-            del haloed
-            plus = around.rows(start, end)
-            split = max(start, end - halo)
-            now = split - start
-            torch.add(part[:, :, :now], plus[:, :, :now], out=out[:, :, start:split])
-            late_place, late_rows = out[:, :, split:end], part[:, :, now:] + plus[:, :, now:]
-        late_place.copy_(late_rows)
-
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         """Go over the slabs twice, because each norm needs sums over all voxels; the gradient of x takes a third time.
 
         In host memory, that one is left to its reader, and h is computed three times in all.
@@ -263,6 +232,24 @@ class ResidualBlock(LeanBlock):
         return ComputedRows(x, lambda start, end: F.conv3d(read(x, start, end).to(dtype), weight, bias), dtype)
 
 
+def _finish_on_device(
+    out: Tensor, second: NormedRows, around: RowSource, slabs: list[tuple[int, int]], conv: list[Tensor], halo: int
+) -> None:
+    """Write the output, `halo` rows of each slab late: the next slab still needs what they overwrite."""
+    late_place, late_rows = out[:, :, :0], out[:, :, :0]
+    for start, end in slabs:
+        haloed = second.rows(start - 1, end + 1)
+        late_place.copy_(late_rows)
+        part = convolve(haloed, *conv)
+        del haloed
+        plus = around.rows(start, end)
+        split = max(start, end - halo)
+        now = split - start
+        torch.add(part[:, :, :now], plus[:, :, :now], out=out[:, :, start:split])
+        late_place, late_rows = out[:, :, split:end], part[:, :, now:] + plus[:, :, now:]
+    late_place.copy_(late_rows)
+
+
 def _is_computed(x: Volume) -> TypeIs[RowSource]:
     """Return whether the rows of a volume are computed whenever they are read."""
     return isinstance(x, RowSource) and not isinstance(x, HostVolume)
@@ -319,13 +306,11 @@ class InputConvolution(LeanBlock):
         self.conv = stock.conv
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         return convolved_rows(x, *_low(self.conv, run.dtype)), ()
 
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         weight, bias = self.conv.parameters()
         place = run.place(x, target)
         all_slabs = run.slabs(x, min(weight.shape[:2]))
@@ -355,7 +340,7 @@ class Head(LeanBlock):
         return self.conv(group_norm(x, self.norm))
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         mean, rstd = statistics_of(x, self.norm, run.rows)
         all_slabs = run.slabs(x, x.shape[1])
         source = with_halos(x, all_slabs[0][1])
@@ -367,9 +352,7 @@ class Head(LeanBlock):
         return out, (mean, rstd)
 
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         """Add the gradients of the parameters; in host memory that of x, from few channels, is left to its reader."""
         weight, bias = self.conv.conv.parameters()
         all_slabs = run.slabs(x, x.shape[1])
@@ -398,11 +381,6 @@ class Head(LeanBlock):
         return ComputedRows(x, compute, run.dtype)
 
 
-def interpolates(stock: Upsample) -> bool:
-    """Return whether a stock block interpolates between voxels instead of repeating them."""
-    return stock.upsample_non_trainable.mode == "trilinear"
-
-
 def resamples(block: nn.Module) -> bool:
     """Return whether a block, stock or lean, connects one level to the next."""
     return isinstance(block, Upsample | AEKLDownsample | UpsampleBlock | DownsampleBlock)
@@ -418,7 +396,8 @@ def lean_block(stock: nn.Module, strides: Strides = (2, 2, 2)) -> nn.Module:
     if isinstance(stock, SpatialAttentionBlock):
         return AttentionBlock(stock)
     if isinstance(stock, Upsample):
-        return (InterpolationBlock if interpolates(stock) else UpsampleBlock)(stock, strides)
+        interpolates = stock.upsample_non_trainable.mode == "trilinear"
+        return (InterpolationBlock if interpolates else UpsampleBlock)(stock, strides)
     if isinstance(stock, AEKLDownsample):
         return DownsampleBlock(stock, strides)
     assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"

@@ -30,7 +30,7 @@ from models.lean.rows import (
     with_halos,
     write,
 )
-from models.lean.slabs import LeanBlock, NormGradRows, Run, Target, in_slabs, slabs, stored
+from models.lean.slabs import Found, LeanBlock, NormGradRows, Run, Target, in_slabs, slabs, stored
 
 Strides = Sequence[int]
 """The factors, 1 or 2, by which the three axes are shrunk or enlarged."""
@@ -275,15 +275,13 @@ class UpsampleBlock(LeanBlock):
         return True
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
         conv = self.postconv.conv
         return upsampled_rows(x, conv.weight, conv.bias, self.strides, run.dtype), ()
 
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         weight, bias = self.postconv.conv.parameters()
         stride, place = self.strides[0], run.place(x, target)
         kernel, of_kernel = folded(weight, self.strides).to(run.dtype), None
@@ -318,16 +316,14 @@ class InterpolationBlock(UpsampleBlock):
         return in_slabs(x, [self], self.slab_rows or INTERPOLATED_ROWS)
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume, on the device or as rows computed on demand, which the next block reads."""
         weight, bias = (parameter.to(run.dtype) for parameter in self.postconv.conv.parameters())
         rows = convolved_rows(Enlarged(x, self.strides, run.dtype), weight, bias)
         return stored(rows, run.rows, None) if is_last else rows, ()
 
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         weight, bias = self.postconv.conv.parameters()
         stride, place = self.strides[0], run.place(x, target)
         all_slabs = run.slabs(grad, min(weight.shape[:2]))
@@ -379,7 +375,7 @@ class DownsampleBlock(LeanBlock):
         return True
 
     @override
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         stride = self.strides[0]
         small = max(1, run.rows // stride)
         weight, bias = self.conv.conv.parameters()
@@ -387,9 +383,7 @@ class DownsampleBlock(LeanBlock):
         return stored(rows, small, None if is_last else run.host), ()
 
     @override
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         """Add the gradients of the parameters; that of x, which is a few products, is left to its reader."""
         if isinstance(grad, NormGradRows):
             grad = grad.stored(run)

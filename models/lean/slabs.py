@@ -38,8 +38,11 @@ MIN_SLAB_VALUES = 20480
 Thinner slabs took 15 times as long and would save only 80 KB per voxel of width.
 """
 
-Target = Literal["host", "device"]
-"""Where the gradient of a block's input is to lie; it may also be left to its reader, in place of the host."""
+Found = tuple[Tensor, ...]
+"""Statistics of a block's norms: mean and rstd of each."""
+
+Target = Literal["host", "device"] | None
+"""Where the gradient of a block's input is to lie, if it is needed; in place of the host, its reader may compute it."""
 
 
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -157,7 +160,7 @@ class Run:
         """Return the slabs of a volume; all but the last have a multiple of so many rows."""
         return slabs(x, -(-self.rows // multiple) * multiple, channels, self.dtype)
 
-    def place(self, like: Volume, target: Target | None) -> Volume | None:
+    def place(self, like: Volume, target: Target) -> Volume | None:
         """Return an uninitialised volume, if it has a target."""
         if target is None:
             return None
@@ -182,13 +185,11 @@ class LeanBlock(nn.Module):
         """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""
         return self.rows_forward(x, Run(self.slab_rows, compute_dtype(x), self.host), is_last=False)[0]
 
-    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, tuple[Tensor, ...]]:
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the output, on the device if it is the last one, and the statistics that backward needs."""
         raise NotImplementedError
 
-    def rows_backward(
-        self, x: Volume, statistics: tuple[Tensor, ...], grad: Volume, run: Run, target: Target | None
-    ) -> Volume | None:
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         """Add the gradients of the parameters and return that of `x`.
 
         Without a `target`, nobody needs it.
@@ -203,7 +204,7 @@ class _Chain:
         self.blocks, self.rows, self.dtype, self.host = blocks, rows, dtype, host
         self.parameters = [parameter for block in blocks for parameter in block.parameters()]
 
-    def forward(self, x: Volume, keeps: bool) -> tuple[Tensor, list[HostVolume | None], list[tuple[Tensor, ...]]]:
+    def forward(self, x: Volume, keeps: bool) -> tuple[Tensor, list[HostVolume | None], list[Found]]:
         """Run all blocks; return the output, if wanted the inputs that lie in host memory, and all statistics."""
         run, out = Run(self.rows, self.dtype, self.host), x
         inputs, statistics = [], []
@@ -218,12 +219,7 @@ class _Chain:
         return out, inputs, statistics
 
     def backward(
-        self,
-        x: Tensor,
-        inputs: list[HostVolume | None],
-        statistics: list[tuple[Tensor, ...]],
-        grad: Tensor,
-        needs: Sequence[bool],
+        self, x: Tensor, inputs: list[HostVolume | None], statistics: list[Found], grad: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and of all parameters that need one."""
         wanted = [parameter for parameter, is_needed in zip(self.parameters, needs[1:], strict=True) if is_needed]
@@ -232,7 +228,7 @@ class _Chain:
         while inputs:
             assert back is not None, "only the first block has no gradient to hand on"
             number = len(inputs) - 1
-            target: Target | None = "host" if number else "device" if needs[0] else None
+            target: Target = "host" if number else "device" if needs[0] else None
             source = self._input(x, inputs, run)
             inputs.pop()
             back = self.blocks[number].rows_backward(source, statistics[number], back, run, target)
