@@ -91,36 +91,8 @@ def upsampled_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dt
     return ComputedRows(x, compute, dtype, (x.shape[0], weight.shape[0], *grid))
 
 
-class _UpsampleConv(torch.autograd.Function):
-    """Upsampling and a 3x3x3 convolution as one transposed convolution: 8/27 of the work where each axis doubles."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            source = upsampled_rows(x, weight, bias, strides, dtype)
-            # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
-            out = arranged(source.rows(0, source.shape[2]), source.layout)
-        ctx.save_for_backward(x, weight)
-        ctx.strides, ctx.dtype = strides, dtype
-        return out
-
-    @staticmethod
-    @native.first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with torch.autocast(x.device.type, enabled=False):
-            kernel = folded(weight, ctx.strides).to(ctx.dtype)
-            grad_x, grad_kernel = native.transposed_convolution_backward(
-                grad.to(ctx.dtype), x.to(ctx.dtype), kernel, (needs_x, needs_weight), ctx.strides
-            )
-            grad_weight = unfolded(full_precision(grad_kernel), ctx.strides) if needs_weight else None
-            grad_bias = bias_grad(grad) if needs_bias else None
-        return grad_x.to(x.dtype) if needs_x else None, grad_weight, grad_bias, None, None
-
-
 def downsampled_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> ComputedRows:
-    """Return what `_DownsampleConv` returns, computed row by row."""
+    """Return what `downsample_conv` returns, computed row by row."""
     low_weight, low_bias, (stride, *others) = weight.to(dtype), bias.to(dtype), strides
     grid = [size // stride for size, stride in zip(x.shape[2:], strides, strict=True)]
     wanted = [slice(step - 1, step - 1 + size) for step, size in zip(others, grid[1:], strict=True)]
@@ -136,21 +108,28 @@ def downsampled_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, 
     return ComputedRows(x, compute, dtype, (x.shape[0], weight.shape[0], *grid))
 
 
-class _DownsampleConv(torch.autograd.Function):
-    """A 3x3x3 convolution whose stride is one or two along each axis.
+class _Resampled(torch.autograd.Function):
+    """Up- or downsampling and a 3x3x3 convolution, of a whole volume.
 
-    The volume is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one. A
-    convolution pads both ends alike, so an axis with stride two gets two voxels at each end, and its first output is
-    dropped. That way the volume is never copied into a padded one.
+    Upsampling is one transposed convolution: 8/27 of the work where each axis doubles. For downsampling the volume is
+    padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one. A convolution
+    pads both ends alike, so an axis with stride two gets two voxels at each end, and its first output is dropped. That
+    way the volume is never copied into a padded one.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype, enlarges: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.strides, ctx.dtype, ctx.enlarges = strides, dtype, enlarges
         with torch.autocast(x.device.type, enabled=False):
+            if enlarges:
+                source = upsampled_rows(x, weight, bias, strides, dtype)
+                # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
+                return arranged(source.rows(0, source.shape[2]), source.layout)
             # The padding is as wide as the stride.
             out = F.conv3d(x.to(dtype), weight.to(dtype), bias.to(dtype), tuple(strides), tuple(strides))
-        ctx.save_for_backward(x, weight)
-        ctx.strides, ctx.dtype = strides, dtype
         wanted = [
             slice(stride - 1, stride - 1 + size // stride) for size, stride in zip(x.shape[2:], strides, strict=True)
         ]
@@ -159,34 +138,35 @@ class _DownsampleConv(torch.autograd.Function):
     @staticmethod
     @native.first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), strides = ctx.saved_tensors, ctx.strides
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(x.device.type, enabled=False):
-            # With stride two, an odd axis has one output after the wanted ones, an even axis none.
-            axes = list(zip(x.shape[2:], ctx.strides, strict=True))
-            around = [amount for size, stride in reversed(axes) for amount in (stride - 1, size % stride)]
-            wide = F.pad(grad.to(ctx.dtype), around)
-            grad_x, grad_weight = native.convolution_backward(
-                wide, x.to(ctx.dtype), weight.to(ctx.dtype), (needs_x, needs_weight), ctx.strides, ctx.strides
-            )
-            grad_bias = bias_grad(grad) if needs_bias else None
-        return (
-            grad_x.to(x.dtype) if needs_x else None,
-            full_precision(grad_weight) if needs_weight else None,
-            grad_bias,
-            None,
-            None,
-        )
+            low, needs = grad.to(ctx.dtype), (needs_x, needs_weight)
+            if ctx.enlarges:
+                kernel = folded(weight, strides).to(ctx.dtype)
+                of_x, of_weight = native.transposed_convolution_backward(low, x.to(ctx.dtype), kernel, needs, strides)
+            else:
+                # With stride two, an odd axis has one output after the wanted ones, an even axis none.
+                axes = list(zip(x.shape[2:], strides, strict=True))
+                low = F.pad(low, [amount for size, step in reversed(axes) for amount in (step - 1, size % step)])
+                of_x, of_weight = native.convolution_backward(
+                    low, x.to(ctx.dtype), weight.to(ctx.dtype), needs, strides, strides
+                )
+            if needs_weight:
+                of_weight = full_precision(of_weight)
+                of_weight = unfolded(of_weight, strides) if ctx.enlarges else of_weight
+            of_bias = bias_grad(grad) if needs_bias else None
+        return of_x.to(x.dtype) if needs_x else None, of_weight if needs_weight else None, of_bias, None, None, None
 
 
 def upsample_conv(x: Tensor, conv: nn.Conv3d, strides: Strides = (2, 2, 2)) -> Tensor:
     """Enlarge each axis by its stride, by nearest-neighbour upsampling, and apply a 3x3x3 convolution."""
-    return _UpsampleConv.apply(x, conv.weight, conv.bias, strides, compute_dtype(x))
+    return _Resampled.apply(x, conv.weight, conv.bias, strides, compute_dtype(x), True)
 
 
 def downsample_conv(x: Tensor, conv: nn.Conv3d, strides: Strides = (2, 2, 2)) -> Tensor:
-    """Shrink each axis by its stride with a 3x3x3 convolution; see `_DownsampleConv` for the padding."""
-    return _DownsampleConv.apply(x, conv.weight, conv.bias, strides, compute_dtype(x))
+    """Shrink each axis by its stride with a 3x3x3 convolution; see `_Resampled` for the padding."""
+    return _Resampled.apply(x, conv.weight, conv.bias, strides, compute_dtype(x), False)
 
 
 def _doubled(x: Tensor, axis: int) -> Tensor:

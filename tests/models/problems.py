@@ -1,12 +1,8 @@
-"""Small networks of every kind and the knobs that must not change their gradients. To see the worst ratios as a table:
-
-python -m tests.models.problems
-"""
+"""Small networks of every kind and the knobs that must not change their gradients."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -219,18 +215,3 @@ def cases() -> Iterator[tuple[str, str, torch.dtype, int]]:
                 yield network, knob, torch.float64, batches[1]
             else:
                 yield from itertools.product([network], [knob], DTYPES, batches)
-
-
-def main() -> None:
-    """Print the worst ratio of each dtype and micro-batch; in double precision, to a distance of 1e-12."""
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")  # as in the tests
-    worst: dict[tuple[torch.dtype, int], tuple[float, str]] = {}
-    for network, knob, dtype, batch in cases():
-        ratio = problem(network, batch).ratio(ours(network, KNOBS[network][knob]), dtype)
-        worst[dtype, batch] = max(worst.get((dtype, batch), (0.0, "")), (ratio, f"{network}, {knob}"))
-    for (dtype, batch), (ratio, where) in worst.items():
-        print(f"{str(dtype).removeprefix('torch.'):9} batch {batch}: {ratio:.3f} ({where})")
-
-
-if __name__ == "__main__":
-    main()

@@ -286,7 +286,7 @@ def _group_norm_backward_launches(
             *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
             *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
         )  # fmt: skip
-    num_chunks, summing = _sums_launch(shape, (stride_grad, stride, None), groups, silu, False, kinds)
+    num_chunks, summing = _sums_launch(shape, (stride_grad, stride), None, groups, silu, False, kinds)
     num_parts = 1 if num_chunks > MOST_PARTS else num_chunks
     block = min(triton.next_power_of_2(num_parts), COMBINE_BLOCK)
     combine = _Launch(
@@ -332,9 +332,9 @@ def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, n
     """
     x, grad = _readable(x), _readable(grad)
     target = grad if out is None else out
-    strides = grad.stride(), x.stride(), None if out is None else out.stride()
-    kinds = _kinds(x, grad, target, norm.weight)
-    num_chunks, launch = _sums_launch(x.shape, strides, norm.groups, norm.silu, before_silu, kinds)
+    stride_out, kinds = None if out is None else out.stride(), _kinds(x, grad, target, norm.weight)
+    strides, options = (grad.stride(), x.stride()), (norm.silu, before_silu, kinds)
+    num_chunks, launch = _sums_launch(x.shape, strides, stride_out, norm.groups, *options)
     parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
     launch(grad, x, target, parts, *_dense(*norm[:4]))
     torch.sum(parts, 3, out=sums)
@@ -342,13 +342,15 @@ def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, n
 
 @_cached
 def _sums_launch(
-    shape: torch.Size, strides: tuple[Stride | None, ...], groups: int, silu: bool, before_silu: bool, kinds: Any
+    shape: torch.Size, strides: tuple[Stride, ...], stride_out: Stride | None, groups: int, *options: Any
 ) -> tuple[int, _Launch]:
-    """Return the number of chunks and the kernel, for the strides of the gradient, of x and of `out`, if any."""
+    """Return the number of chunks and the kernel, for the strides of the gradient and of x.
+
+    `options`: whether SiLU follows, whether the gradient before it is stored, and `_kinds`.
+    """
+    silu, before_silu, _ = options
     batch, channels = shape[:2]
-    voxels, (stride_grad, stride, stride_out) = shape[2:].numel(), strides
-    assert stride_grad is not None, "the gradient and x are there"
-    assert stride is not None, "the gradient and x are there"
+    voxels, (stride_grad, stride) = shape[2:].numel(), strides
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
     volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
     return num_chunks, _Launch(

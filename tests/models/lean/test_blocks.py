@@ -15,8 +15,20 @@ from models.lean.checkpointing import gradient_checkpoint_forward
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS, layout_of
 from models.lean.resampling import DownsampleBlock, UpsampleBlock
 from models.lean.rows import bias_grad
-from tests.models.gradients import BATCHES, DTYPES, LIMITS, LOW_PRECISION, Problem, floor, small_work_counts
-from tests.models.layouts import LAYOUTS, batch_last, channels_last, every_other_voxel, some_channels
+from tests.models.gradients import (
+    BATCHES,
+    DTYPES,
+    LAYOUTS,
+    LIMITS,
+    LOW_PRECISION,
+    Problem,
+    batch_last,
+    channels_last,
+    every_other_voxel,
+    floor,
+    small_work_counts,
+    some_channels,
+)
 from tests.models.problems import volumes, with_lively_weights
 
 CHANNELS, GROUPS, EPS = 8, 4, 1e-6

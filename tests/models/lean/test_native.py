@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.lean import native
-from tests.models.layouts import LAYOUTS
+from tests.models.gradients import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 RAW = {"ops", "_C", "_VF"}

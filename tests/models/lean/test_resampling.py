@@ -11,7 +11,7 @@ from models.lean.layout import layout_of
 from models.lean.resampling import downsample_conv, upsample_conv, upsampled_rows
 from models.unet import add_upsampled, halved
 from tests.models import autoencoders
-from tests.models.layouts import channels_last
+from tests.models.gradients import channels_last
 
 SIZES = [(2, 3, 4), (5, 2, 3), (3, 5, 7), (4, 4, 1)]
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.lean.norm import InstanceNorm, group_norm, operators, torch_kernels
 from models.lean.norm.operators import group_means, norm_input_grad, normalise, statistics, store_norm_sums, uses_triton
 from models.lean.norm.torch_kernels import Norm
-from tests.models.gradients import BATCHES, LOW_PRECISION, direction
-from tests.models.layouts import LAYOUTS, channels_last
+from tests.models.gradients import BATCHES, LAYOUTS, LOW_PRECISION, channels_last, direction
 from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs
 from tests.models.problems import volumes
 
