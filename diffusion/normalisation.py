@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models import StockAutoencoder
-from models.arguments import unet_arguments
+from models.unet import unet_arguments
 from models.frozen_autoencoder import accepted_digests
 from models.weight_files import load_weights
 from runtime.processes import Process

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from monai.networks.blocks import Convolution
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models.arguments import autoencoder_arguments
 from models.bottleneck import VectorQuantiser, build_quantiser
-from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples, stage_of
+from models.lean.blocks import Head, InputConvolution, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
-from models.lean.host_volumes import HostSpace, TrainingSpace
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
-from models.lean.norm import compute_dtype
-from models.lean.offloaded_levels import OffloadedLevels
-from models.lean.resampling import Strides
-from models.lean.slabs import ConvolvedRows, Volume, volume_bytes
-from models.lean.streaming import stored
-from models.stock import StockAutoencoder
+from models.lean.resampling import DownsampleBlock, Strides, UpsampleBlock
+from models.lean.rows import GIB, HostSpace, TrainingSpace, Volume, check_host_bytes, volume_bytes
+from models.lean.slabs import LeanBlock, in_slabs, stored
+from models.stock import StockAutoencoder, autoencoder_arguments
+from runtime.observer import memory_observer
+from runtime.precision import Precision
 from settings import AutoencoderSettings
 
 log = logging.getLogger(__name__)
@@ -47,16 +48,16 @@ class LeanCoder(nn.Module):
         self.first_level = first_level
         self.levels = _level_of_each(self.blocks, first_level)
         self.offloaded_levels = 0
-        self._offloaded: OffloadedLevels | None = None
+        self._offloaded: Callable[[Tensor], Tensor] | None = None
         self.checkpointed_levels = 0
         self.slab_rows = 0
         self.host: HostSpace | None = None
         self.offload = False
         self.nested = False
-        norm, conv = self.blocks[-2], self.blocks[-1]
+        first, *_, norm, conv = self.blocks
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
-        # In a tuple, so that it is not registered: its parameters already have their names in `blocks`.
-        self._head = (Head(norm, conv),)
+        # In tuples, so that they are not registered: their parameters already have their names in `blocks`.
+        self._first, self._head = (InputConvolution(first),), (Head(norm, conv),)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
@@ -79,8 +80,10 @@ class LeanCoder(nn.Module):
                 h = self._whole(h)
                 hooks = keep if upsampling is None else recomputed(h, *upsampling)
                 upsampling = None
-                if self._recomputes_upsampled and isinstance(block, UpsampleBlock):
-                    upsampling, hooks = (block, h), None  # its input stays on the device
+                if (self.nested or self.offload) and isinstance(block, UpsampleBlock):
+                    # Its output is the largest of all inputs. To compute that again takes one convolution of few taps,
+                    # and no copy to the host and back; what it is computed from stays on the device.
+                    upsampling, hooks = (block, h), None
                 h = self._run(block, h, level, hooks)
         if offloaded is not None and self.first_level:
             with keep if self.checkpointed_levels and keep is not None else nullcontext():
@@ -94,7 +97,7 @@ class LeanCoder(nn.Module):
     def _begin(self, conv: Convolution, x: Tensor) -> Volume:
         """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""
         if self.host is not None and not torch.is_grad_enabled():
-            rows = ConvolvedRows(x, *(parameter.to(compute_dtype(x)) for parameter in conv.conv.parameters()))
+            rows = self._first[0].consume(x)
             if volume_bytes(rows) > self.host.above:
                 return rows
         # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
@@ -104,9 +107,9 @@ class LeanCoder(nn.Module):
         """Return a volume on the device, for a block that does not run in slabs."""
         if isinstance(h, Tensor):
             return h
-        on_device = stored(h, self.slab_rows, host=None)
-        assert isinstance(on_device, Tensor), "without a place on the host it is on the device"
-        return on_device
+        whole = stored(h, self.slab_rows, host=None)
+        assert isinstance(whole, Tensor), "without a place on the host it is on the device"
+        return whole
 
     def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
         """Run the blocks of the `num_levels` highest resolutions in slabs of `rows` rows; 0: whole.
@@ -124,19 +127,11 @@ class LeanCoder(nn.Module):
 
         With `recomputes`, they are not kept until backward, which computes them again.
         """
-        (head,) = self._head
-        blocks = zip([*self.blocks[:-2], head], self.levels[:-1], strict=True)
-        stages = [stage_of(block) for block, level in blocks if level < num_levels]
+        every = zip([*self._first, *self.blocks[1:-2], *self._head], self.levels[:-1], strict=True)
+        blocks = [block for block, level in every if level < num_levels]
         self.offloaded_levels = num_levels
-        self._offloaded = OffloadedLevels(stages, rows, host, recomputes) if num_levels else None
-
-    @property
-    def _recomputes_upsampled(self) -> bool:
-        """Whether upsampled volumes, the largest block inputs, are computed again from what was upsampled.
-
-        That takes one convolution of few taps, and no copy to the host and back.
-        """
-        return self.nested or self.offload
+        options: dict[str, Any] = {"rows": rows, "host": host, "recomputes": recomputes}
+        self._offloaded = functools.partial(in_slabs, blocks=blocks, **options) if num_levels else None
 
     def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels
@@ -293,3 +288,30 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
             nested=training.nests_checkpoints,
         )
     return model
+
+
+def offloaded_bytes(s: AutoencoderSettings, batch_size: int, grid: Sequence[int], precision: Precision) -> int:
+    """Return the host memory of a training step's offloaded levels, from a step on tensors that hold no data.
+
+    Slabs as large as the volume take the same memory on the host as thin ones.
+    """
+    t = s.training
+    host = TrainingSpace(sys.maxsize, is_pinned=precision.device.type == "cuda")
+    plain = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": False, "offload_levels": 0}
+    with FakeTensorMode(), torch.autocast("cpu", precision.dtype or torch.bfloat16, precision.dtype is not None):
+        model = build_autoencoder(s.model_copy(update={"training": t.model_copy(update=plain)}))
+        assert isinstance(model, LeanAutoencoder), "only lean levels can be in host memory"
+        model.offload_levels(t.offload_levels, max(grid), t.nests_checkpoints, host)
+        if not t.trains_encoder:
+            model.freeze_encoder()
+        reconstruction, *_ = model(torch.zeros(batch_size, s.in_channels, *grid))
+        reconstruction.mean().backward()
+    return host.taken
+
+
+def announce_offloaded(s: AutoencoderSettings, batch_size: int, grid: Sequence[int], precision: Precision) -> None:
+    """Log how much host memory a step's offloaded levels take; raise `HostMemoryError` if the host has less."""
+    free, needed = memory_observer().free_host_bytes(), offloaded_bytes(s, batch_size, grid, precision)
+    check_host_bytes(needed, free)
+    text = "memory: the %d highest levels of the autoencoder take %.1f GiB of host memory; %.1f GiB are free"
+    log.info(text, s.training.offload_levels, needed / GIB, free / GIB)

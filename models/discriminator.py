@@ -7,7 +7,6 @@ from typing import Any
 from monai.networks.nets import PatchDiscriminator
 from torch import Tensor, nn
 
-from models.arguments import discriminator_arguments
 from models.lean.layout import LaidOut, arranged
 from models.lean.norm import InstanceNorm
 from settings import AutoencoderSettings
@@ -26,6 +25,22 @@ class Discriminator(PatchDiscriminator, LaidOut):
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features of every layer, the logits last."""
         return super().forward(arranged(x, self.layout))
+
+
+def discriminator_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
+    """Return the arguments of `PatchDiscriminator`.
+
+    It has instance norm, because MONAI's default, batch norm, makes accumulated micro-batches differ from one large
+    batch.
+    """
+    return {
+        "spatial_dims": 3,
+        "in_channels": settings.in_channels,
+        "out_channels": 1,
+        "channels": settings.training.discriminator.num_channels,
+        "num_layers_d": settings.training.discriminator.num_layers_d,
+        "norm": "INSTANCE",
+    }
 
 
 def build_discriminator(settings: AutoencoderSettings) -> Discriminator:

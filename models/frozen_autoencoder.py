@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from models import StockAutoencoder, build_autoencoder
 from models.stock import ENCODER_PARTS
-from models.weight_files import load_weights
+from models.weight_files import load_state, load_weights
 from runtime.files import RUNS, RunFolder
 from settings import AutoencoderSettings, CheckpointError, Settings, restored
 
 log = logging.getLogger(__name__)
 
 # Settings that decide what a voxel means to the autoencoder. The grid may differ: convolutions accept any.
-_READING_KEYS = ("spacing", "resize", "intensity")
+_READING_KEYS = {"spacing", "resize", "intensity"}
 
 
 def autoencoder_path(settings: Settings, run: RunFolder | None = None) -> Path:
@@ -53,19 +53,7 @@ def autoencoder_of(
         )
     _check_settings(settings, metadata["settings"], path, is_own)
     autoencoder = build_autoencoder(settings.autoencoder)
-    expected = autoencoder.state_dict()
-    wrong = sorted(
-        name
-        for name in {*state, *expected}
-        if name not in state or name not in expected or state[name].shape != expected[name].shape
-    )
-    if wrong:
-        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise CheckpointError(
-            f"{path}: its weights do not fit the autoencoder that the config describes ({shown} differ); set the "
-            "autoencoder section to what it was when they were trained"
-        )
-    autoencoder.load_state_dict(state)
+    load_state(autoencoder, state, path)
     return freeze(autoencoder)
 
 
@@ -102,37 +90,32 @@ def accepted_digests(autoencoder: StockAutoencoder) -> tuple[str, str]:
     return latents_digest(autoencoder), weights_digest(autoencoder)
 
 
-def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
-    """Raise if the settings stored with the weights differ from the current ones in a way that matters."""
-    before = restored(trained, path)
-    changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
-    reading = list(_differences("data", _reading(before), _reading(settings)))
-    if is_own:
-        changed += reading
-    elif reading:
-        log.warning("%s was trained on volumes that were read differently: %s", path, "; ".join(reading))
-    if changed:
-        raise CheckpointError(
-            f"{path}: the autoencoder was trained with different settings:\n  "
-            + "\n  ".join(changed)
-            + "\nrestore these settings, or train stage 1 again under another name"
-        )
-
-
 def check_pretrained(settings: AutoencoderSettings, metadata: dict[str, Any], path: Path) -> None:
     """Raise `CheckpointError` if the config's network would compute something else with pretrained weights.
 
     Names and shapes of the weights do not show everything, such as strides and norm groups.
     """
-    if not isinstance(metadata.get("settings"), dict):
-        return
-    before = restored(metadata["settings"], path).autoencoder
-    changed = list(_differences("autoencoder", _architecture(before), _architecture(settings)))
+    if isinstance(metadata.get("settings"), dict):
+        before = restored(metadata["settings"], path).autoencoder
+        _refuse(path, _differences("autoencoder", _architecture(before), _architecture(settings)))
+
+
+def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
+    """Raise if the settings stored with the weights differ from the current ones in a way that matters."""
+    before = restored(trained, path)
+    changed = _differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder))
+    reading = _differences("data", *(s.data.model_dump(mode="json", include=_READING_KEYS) for s in (before, settings)))
+    if reading and not is_own:
+        log.warning("%s was trained on volumes that were read differently: %s", path, "; ".join(reading))
+    _refuse(path, changed + reading if is_own else changed)
+
+
+def _refuse(path: Path, changed: Sequence[str]) -> None:
     if changed:
         raise CheckpointError(
-            f"{path}: the pretrained autoencoder has different settings:\n  "
+            f"{path}: the autoencoder was trained with different settings:\n  "
             + "\n  ".join(changed)
-            + "\nset these back"
+            + "\nrestore these settings, or train stage 1 again under another name"
         )
 
 
@@ -153,11 +136,9 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
     }
 
 
-def _reading(settings: Settings) -> dict[str, Any]:
-    return settings.data.model_dump(mode="json", include=set(_READING_KEYS))
-
-
-def _differences(section: str, before: dict[str, Any], after: dict[str, Any]) -> Iterable[str]:
-    for name, old in before.items():
-        if old != after[name]:
-            yield f"{section}.{name}: {json.dumps(old)} -> {json.dumps(after[name])}"
+def _differences(section: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"{section}.{name}: {json.dumps(old)} -> {json.dumps(after[name])}"
+        for name, old in before.items()
+        if old != after[name]
+    ]

@@ -38,7 +38,11 @@ def start_as_haar_transform(autoencoder: StockAutoencoder, in_channels: int, str
     for block in (*encoder, *decoder):
         if hasattr(block, "conv2"):
             _start_as_shortcut(block)
-    _copy_input(encoder[0].conv, in_channels)
+    first = encoder[0].conv
+    copies = min(8 * in_channels, first.out_channels)
+    first.weight[:copies], first.bias[:copies] = 0, 0
+    for channel in range(copies):
+        first.weight[channel, channel % in_channels, 1, 1, 1] = 1
     merging = [block.conv.conv for block in encoder if not isinstance(block, Convolution) and hasattr(block, "conv")]
     for number, (conv, factors) in enumerate(zip(merging, strides, strict=True)):
         _transform(conv, factors, in_channels, is_rank_zero=number == 0)
@@ -93,30 +97,17 @@ def _start_as_shortcut(block: Any) -> None:
         shortcut.bias.zero_()
 
 
-def _copy_input(conv: nn.Conv3d, in_channels: int) -> None:
-    copies = min(8 * in_channels, conv.out_channels)
-    conv.weight[:copies] = 0
-    _without_bias(conv, copies)
-    for channel in range(copies):
-        conv.weight[channel, channel % in_channels, 1, 1, 1] = 1
-
-
 def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_rank_zero: bool) -> None:
     """Make the leading channels the Haar transform of the volume, or of the means that the level above has passed."""
     filters = differences(strides)
     set_here = min(len(filters) * in_channels, conv.out_channels)
-    conv.weight[:set_here] = 0
-    _without_bias(conv, set_here)
+    assert conv.bias is not None, "MONAI's convolutions have biases"
+    conv.weight[:set_here], conv.bias[:set_here] = 0, 0
     for channel in range(set_here):
         along = filters[channel // in_channels]
         source = channel if is_rank_zero else channel % in_channels
         gain = DIFFERENCE_GAIN if along else 1.0
         conv.weight[channel, source] = gain * haar_kernel(strides, along)
-
-
-def _without_bias(conv: nn.Conv3d, channels: int) -> None:
-    assert conv.bias is not None, "MONAI's convolutions have biases"
-    conv.bias[:channels] = 0
 
 
 def _add_centre(conv: nn.Conv3d, period: int) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
+from monai.networks.blocks import Convolution, Upsample
 from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
 from models.bottleneck import VectorQuantiser
-from models.lean.host_volumes import HostSpace
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 from models.lean.norm import full_precision
+from models.lean.rows import HostSpace
+from settings import AutoencoderSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,9 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         self.quantiser: VectorQuantiser | None = None
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
-        if upsampling == "trilinear":
-            interpolate_linearly(self.decoder.blocks)
+        for block in self.decoder.blocks if upsampling == "trilinear" else ():
+            if isinstance(block, Upsample):  # interpolates between voxels, as MAISI's, instead of repeating them
+                block.upsample_non_trainable.mode, block.upsample_non_trainable.align_corners = "trilinear", False
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
@@ -99,11 +100,20 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         assert num_levels == 0, "the stock autoencoder keeps its volumes on the device"
 
 
-def interpolate_linearly(blocks: nn.ModuleList) -> None:
-    """Make all upsampling blocks of a decoder interpolate between voxels, as MAISI's do, instead of repeating them."""
-    for block in blocks:
-        if isinstance(block, Upsample):
-            block.upsample_non_trainable.mode, block.upsample_non_trainable.align_corners = "trilinear", False
+def autoencoder_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
+    """Return the arguments of `AutoencoderKL`, which has no strides but 2."""
+    return {
+        "spatial_dims": 3,
+        "in_channels": settings.in_channels,
+        "out_channels": settings.in_channels,
+        "channels": settings.num_channels,
+        "num_res_blocks": settings.res_blocks,
+        "attention_levels": settings.attention_levels,
+        "latent_channels": settings.latent_channels,
+        "norm_num_groups": settings.num_groups,
+        "with_encoder_nonlocal_attn": settings.has_middle_attention,
+        "with_decoder_nonlocal_attn": settings.has_middle_attention,
+    }
 
 
 def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:
@@ -112,48 +122,27 @@ def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:
     A level with `num_res_blocks` 0 does not change the channels, but MONAI builds the next block as if it did, and that
     block fails on its input. Blocks that fit stay as they are, so a network that MONAI can run is not changed.
     """
-    channels: int | None = None
+    channels: Any = None
     for index, block in enumerate(blocks):
-        expected, produced = _channels_of(block)
+        first = next(part for part in block.modules() if isinstance(part, nn.Conv3d | nn.GroupNorm))
+        expected = first.num_channels if isinstance(first, nn.GroupNorm) else first.in_channels
         if channels is not None and expected != channels:
-            blocks[index] = _rebuild(block, channels, produced, groups, eps)
-        channels = produced if _changes_channels(block) else (channels or produced)
+            blocks[index] = _rebuild(block, channels, groups, eps)
+        is_free = isinstance(block, Convolution | AEKLResBlock)  # others have as many outputs as inputs
+        channels = block.out_channels if is_free else channels or expected
 
 
-def _changes_channels(block: nn.Module) -> bool:
-    return isinstance(block, Convolution | AEKLResBlock)
-
-
-def _channels_of(block: nn.Module) -> Sequence[int]:
+def _rebuild(block: nn.Module, channels: int, groups: int, eps: float) -> nn.Module:
+    """Return a block like this one for another number of input channels."""
     if isinstance(block, AEKLResBlock):
-        return block.in_channels, block.out_channels
-    if isinstance(block, SpatialAttentionBlock):
-        return (block.norm.num_channels,) * 2
-    if isinstance(block, nn.GroupNorm):
-        return (block.num_channels,) * 2
-    conv = {Convolution: "conv", AEKLDownsample: "conv.conv", Upsample: "postconv.conv"}[type(block)]
-    layer = block.get_submodule(conv)
-    return layer.in_channels, layer.out_channels  # type: ignore[return-value]
-
-
-def _rebuild(block: nn.Module, channels: int, produced: int, groups: int, eps: float) -> nn.Module:
-    convolution = {"spatial_dims": 3, "kernel_size": 3, "padding": 1, "conv_only": True}
-    if isinstance(block, AEKLResBlock):
-        return AEKLResBlock(3, channels, groups, eps, produced)
-    if isinstance(block, AEKLDownsample):
-        return AEKLDownsample(3, channels)
+        return AEKLResBlock(3, channels, groups, eps, block.out_channels)
     if isinstance(block, nn.GroupNorm):
         return nn.GroupNorm(groups, channels, eps)
-    if isinstance(block, Convolution):
-        return Convolution(in_channels=channels, out_channels=produced, **convolution)
-    assert isinstance(block, Upsample), f"attention follows a residual block, so it always fits: {block}"
-    return Upsample(
-        3,
-        channels,
-        channels,
-        scale_factor=2.0,
-        mode="nontrainable",
-        interp_mode="nearest",
-        align_corners=None,
-        post_conv=Convolution(in_channels=channels, out_channels=channels, **convolution),
+    assert isinstance(block, Convolution | AEKLDownsample | Upsample), "attention follows a block that fits"
+    is_free = isinstance(block, Convolution)
+    wrapper = block if is_free else block.postconv if isinstance(block, Upsample) else block.conv
+    conv = wrapper.conv
+    wrapper.conv = nn.Conv3d(
+        channels, conv.out_channels if is_free else channels, conv.kernel_size, conv.stride, conv.padding
     )
+    return block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from monai.networks.nets.diffusion_model_unet import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.arguments import unet_arguments
+from models.lean import native
 from models.lean.attention import AttentionBlock
-from models.lean.blocks import UpsampleBlock
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
-from models.lean.layout import LaidOut, arranged, layout_of
+from models.lean.layout import CONTIGUOUS, LaidOut, arranged, layout_of
 from models.lean.norm import group_norm
-from models.lean.resampling import add_upsampled, halved, upsample_conv
+from models.lean.resampling import UpsampleBlock, upsample_conv
 from settings import LdmSettings
 from settings.conditioning import WIDTHS
 
@@ -51,6 +50,76 @@ class _Concatenated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         of_x, of_skip = grad.split_with_sizes((ctx.channels, grad.shape[1] - ctx.channels), dim=1)
         return of_x, of_skip.clone(memory_format=layout_of(of_skip))
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """View a volume of even size as (batch, channels, rows, 2, height, 2, width, 2)."""
+    return x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+
+
+def _beside(x: Tensor) -> Tensor:
+    """View a volume so that it can be broadcast over the `_pairs` of a volume twice its size."""
+    return x[:, :, :, None, :, None, :, None]
+
+
+def _over_pairs(x: Tensor, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """Reduce each block of 2x2x2 voxels to one; keep the layout."""
+    if layout_of(x) == CONTIGUOUS:
+        return reduce(_pairs(x), (3, 5, 7))
+    # Reductions return contiguous tensors, so the channels come last in the view.
+    return reduce(_pairs(x).movedim(1, -1), (2, 4, 6)).movedim(-1, 1)
+
+
+class _AddUpsampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, large: Tensor, small: Tensor) -> Tensor:
+        ctx.dtypes = large.dtype, small.dtype
+        dtype = torch.promote_types(*ctx.dtypes)
+        out = torch.empty(large.shape, dtype=dtype, device=large.device, memory_format=layout_of(large))
+        torch.add(_pairs(large), _beside(small), out=_pairs(out))
+        return out
+
+    @staticmethod
+    @native.first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_large, of_small = ctx.dtypes
+        needs_large, needs_small = ctx.needs_input_grad
+        return (
+            grad.to(of_large) if needs_large else None,
+            _over_pairs(grad, torch.sum).to(of_small) if needs_small else None,
+        )
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.layout = layout_of(x)
+        return _over_pairs(x, torch.mean)
+
+    @staticmethod
+    @native.first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        batch, channels, *grid = grad.shape
+        shape = (batch, channels, *(2 * size for size in grid))
+        out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.layout)
+        _pairs(out).copy_(_beside(grad / 8))
+        return (out,)
+
+
+def add_upsampled(large: Tensor, small: Tensor) -> Tensor:
+    """Add each voxel of `small` to the matching 2x2x2 voxels of `large`, without an enlarged copy.
+
+    torch's own nearest-neighbour upsampling copies a channels-last volume into the other layout.
+    """
+    return _AddUpsampled.apply(large, small)
+
+
+def halved(x: Tensor) -> Tensor:
+    """Average each block of 2x2x2 voxels; every axis has an even size.
+
+    torch's own pooling copies a channels-last volume into the other layout.
+    """
+    return _Halved.apply(x)
 
 
 class TimeResidualBlock(nn.Module):
@@ -222,6 +291,30 @@ def _embedding(num_inputs: int, width: int) -> nn.Sequential:
 def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
     """Return the inputs of a resampling block; residual ones (`resblock_updown`) take the timestep too."""
     return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
+
+
+def unet_arguments(
+    settings: LdmSettings, latent_channels: int, mean_map_shape: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `DiffusionModelUNet`.
+
+    A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
+    that are concatenated to the noisy latent, and the mean map, are further input channels.
+    """
+    unet, conditioning = settings.unet, settings.conditioning
+    num_mean_channels = 0 if mean_map_shape is None else mean_map_shape[0]
+    return {
+        "spatial_dims": 3,
+        "in_channels": latent_channels + conditioning.num_concatenated(latent_channels) + num_mean_channels,
+        "out_channels": latent_channels,
+        "channels": unet.num_channels,
+        "num_res_blocks": unet.res_blocks,
+        "attention_levels": unet.attention_levels,
+        "num_head_channels": unet.head_channels,
+        "norm_num_groups": unet.num_groups,
+        "resblock_updown": unet.resblock_updown,
+        "num_class_embeds": conditioning.num_embedded_classes,
+    }
 
 
 def build_unet(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
-from models.lean.host_volumes import GIB, HostMemoryError, HostSpace, host_bytes
+from models.lean.rows import GIB, HostMemoryError, HostSpace, host_bytes
 from runtime.cli.bars import ProgressBar
 from runtime.observer import memory_observer
 from runtime.placement import move

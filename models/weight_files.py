@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +117,21 @@ def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
 
 def load_state(network: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     """Load weights into a network; raise `CheckpointError`, which names the file, if they do not fit."""
-    expected = network.state_dict()
-    wrong = sorted(
-        [f"{name} is missing" for name in expected.keys() - state.keys()]
-        + [f"{name} is unknown" for name in state.keys() - expected.keys()]
-        + [
-            f"{name} is {tuple(state[name].shape)}, the config's is {tuple(expected[name].shape)}"
-            for name in expected.keys() & state.keys()
-            if expected[name].shape != state[name].shape
-        ]
-    )
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if wrong := differences(network.state_dict(), state):
         raise CheckpointError(
-            f"{path}: does not fit the network of this config ({'; '.join(wrong[:3])}{more}); "
+            f"{path}: does not fit the network of this config ({'; '.join(wrong)}); "
             "use the config it was trained with, or scripts/import_checkpoint.py for weights from elsewhere"
         )
     network.load_state_dict(state)
+
+
+def differences(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for each way in which names and shapes of weights differ from those that a network expects."""
+    reshaped = [
+        f"{key}, {list(state[key].shape)} in the weights, {list(value.shape)} in the config"
+        for key, value in expected.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    missing, unexpected = [key for key in expected if key not in state], [key for key in state if key not in expected]
+    kinds = (("missing", missing), ("not in the network", unexpected), ("of another shape", reshaped))
+    return [f"{len(keys)} {kind} (the first: {keys[0]})" for kind, keys in kinds if keys]

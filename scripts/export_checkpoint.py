@@ -29,8 +29,7 @@ def main(options: argparse.Namespace) -> None:
         )
     import torch
 
-    from models.exchange.networks import CLASSES, is_maisi, monai_arguments, monai_class, stock_network
-    from models.exchange.weights import to_maisi_names
+    from models.exchange import CLASSES, is_maisi, monai_arguments, monai_class, stock_network, to_maisi_names
     from models.weight_files import load_weights, save_weights
     from runtime.files import replacing
 

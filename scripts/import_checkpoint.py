@@ -23,8 +23,15 @@ def main(options: argparse.Namespace) -> None:
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
     from diffusion.normalisation import Normalisation
-    from models.exchange.licences import UNKNOWN, published
-    from models.exchange.weights import check_fit, check_values, find_state, read_foreign_weights, to_our_names
+    from models.exchange import (
+        UNKNOWN,
+        check_fit,
+        check_values,
+        find_state,
+        published,
+        read_foreign_weights,
+        to_our_names,
+    )
     from models.weight_files import save_weights
     from training.run_setup import locked
 

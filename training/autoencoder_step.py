@@ -21,8 +21,8 @@ from losses import (
     reconstruction_loss,
 )
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
+from models.autoencoder import announce_offloaded
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
-from models.host_memory import announce_offloaded
 from models.volume_codec import VolumeCodec, block_bytes
 from runtime.files import RunFolder
 from runtime.observer import phase

@@ -5,50 +5,43 @@ Each lean block holds the layers of one stock block under the same names, so the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import TypeIs, override
 
+from models.lean import native
 from models.lean.attention import AttentionBlock
-from models.lean.host_volumes import HostSpace
-from models.lean.interpolation import interpolated_conv, interpolated_rows
 from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, group_norm
-from models.lean.offloaded_levels import (
-    DownsampleStage,
-    FirstConvolution,
-    HeadStage,
-    InterpolationStage,
-    ResidualStage,
-    Stage,
-    UpsampleStage,
+from models.lean.norm.torch_kernels import Norm
+from models.lean.resampling import DownsampleBlock, InterpolationBlock, Strides, UpsampleBlock
+from models.lean.rows import (
+    ComputedRows,
+    HostVolume,
+    NormedRows,
+    Remembered,
+    RowSource,
+    Volume,
+    convolve,
+    convolve_backward,
+    convolved_rows,
+    empty,
+    in_order,
+    layout_of_volume,
+    read,
+    rows_of,
+    volume_bytes,
+    with_halos,
+    write,
 )
-from models.lean.resampling import DownsampledRows, Strides, UpsampledRows, downsample_conv, upsample_conv
-from models.lean.slab_blocks import norm_conv, residual
-from models.lean.slabs import RowSource, Volume
-from models.lean.streaming import Layers, Residual, residual_on_host, stored
+from models.lean.slabs import Found, LeanBlock, NormGradRows, Run, Statistics, Target, in_slabs, statistics_of, stored
 from runtime.observer import runs_on_cpu
-
-
-class LeanBlock(nn.Module):
-    """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0.
-
-    Without gradients, large volumes lie in the memory of `host`, if it is given.
-    """
-
-    slab_rows = 0
-    host: HostSpace | None = None
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Whether the block keeps only its input for backward, so that a checkpoint around it would gain nothing."""
-        return self.slab_rows > 0
-
-    def consume(self, x: Volume) -> Volume:
-        """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""
-        return self(x)
 
 
 def pointwise_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
@@ -63,7 +56,10 @@ def pointwise_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
 
 
 class ResidualBlock(LeanBlock):
-    """Norm, SiLU and convolution, twice, added to the input."""
+    """Norm, SiLU and convolution, twice, added to the input.
+
+    In slabs, h = conv1(silu(norm1(x))), and the output is conv2(silu(norm2(h))) + shortcut(x).
+    """
 
     def __init__(self, stock: AEKLResBlock) -> None:
         super().__init__()
@@ -74,93 +70,260 @@ class ResidualBlock(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
         if self.slab_rows:
-            return self._in_slabs(x, overwrite=False)
+            return in_slabs(x, [self], self.slab_rows)
         h = self.conv1.conv(group_norm(x, self.norm1, silu=True))
         h = group_norm(h, self.norm2, silu=True)
         # Ahead of the last convolution, which a checkpoint then skips: it stops once it has what backward needs.
-        if isinstance(self.nin_shortcut, Convolution):
-            x = pointwise_conv(x, self.nin_shortcut.conv)
+        if self.shortcut is not None:
+            x = pointwise_conv(x, self.shortcut)
         return x + self.conv2.conv(h)
 
+    @property
+    def shortcut(self) -> nn.Conv3d | None:
+        """The 1x1x1 convolution around the others, where the number of channels changes."""
+        return getattr(self.nin_shortcut, "conv", None)
+
+    @override
     def consume(self, x: Volume) -> Volume:
-        """Return the block's output, in the memory of its input if it fits."""
         dtype, channels = compute_dtype(x), self.conv2.conv.out_channels
         size = x.shape.numel() // x.shape[1] * channels * dtype.itemsize
-        if self.host is None or size <= self.host.above:
-            return self._in_slabs(x, overwrite=True)
-        return residual_on_host(x, Residual.of(self.layers, dtype), self.slab_rows, self.host)[0]
+        host = None if self.host is None or size <= self.host.above else self.host
+        return self._rows_forward(x, Run(self.slab_rows, dtype, host), consumes=True)[0]
 
-    @property
-    def layers(self) -> Layers:
-        """Return the norms, the convolutions and the shortcut, if there is one."""
-        convs = (self.conv1.conv, self.conv2.conv)
-        return (self.norm1, self.norm2), convs, getattr(self.nin_shortcut, "conv", None)
+    @override
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
+        assert is_last == (run.host is None), "in host memory, a resampling block or a head follows"
+        return self._rows_forward(x, run, consumes=False)
 
-    def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
-        return residual(x, *self.layers, self.slab_rows, overwrite)
+    def _rows_forward(self, x: Volume, run: Run, consumes: bool) -> tuple[Volume, Found]:
+        """Return the output and the statistics of both norms.
+
+        A norm needs statistics of all rows before the first one can be normalised, so the rows are visited twice: once
+        to compute h, once to produce the output in its place. With `consumes` the output overwrites x if it fits there,
+        on the device always, on the host if that is short of memory; h is then computed twice and never exists whole.
+        If the host has room, an input that is computed on demand and has a shortcut is kept there, so that it is not
+        computed twice. For backward nothing is kept but the output, because to compute h again takes less time than to
+        copy it to the host and back.
+        """
+        host, dtype, shortcut = run.host, run.dtype, self.shortcut
+        (weight1, bias1), (weight2, bias2) = _low(self.conv1.conv, dtype), _low(self.conv2.conv, dtype)
+        all_slabs = run.slabs(x, min(weight1.shape[:2]))
+        length = all_slabs[0][1]
+        size = x.shape.numel() // x.shape[1] * weight1.shape[0] * dtype.itemsize
+        with torch.autocast(x.device.type, enabled=False):
+            spare = host.free if host is not None and consumes else 0
+            if _is_computed(x) and shortcut is not None and host is not None and spare >= volume_bytes(x) + size:
+                x, spare = stored(x, run.rows, host), host.free
+            is_short = isinstance(x, Tensor) if host is None else isinstance(x, HostVolume) and spare < size
+            overwrites = consumes and is_short and shortcut is None and x.dtype == dtype
+            recomputes = overwrites or (host is not None and not consumes)
+            norm1 = _norm(self.norm1, statistics_of(x, self.norm1, run.rows))
+            source = x if host is None else with_halos(x, length)
+            convolved = convolved_rows(NormedRows(source, norm1, dtype), weight1, bias1)
+            place = x if overwrites else run.place(convolved, "host")
+            assert place is not None, "every output has a place"
+            around = self._around(source, dtype)
+            inner = Statistics(convolved, all_slabs, self.norm2)
+            for start, end in all_slabs:
+                inner.add(convolved.rows(start, end), None if recomputes else place)
+            norm2 = _norm(self.norm2, inner.result())
+            h: Volume = place
+            if recomputes:
+                h = convolved if host is None else Remembered(convolved)
+            elif host is not None:
+                h = with_halos(place, length)
+            second = NormedRows(h, norm2, dtype)
+            if isinstance(place, Tensor):
+                _finish_on_device(place, second, around, all_slabs, [weight2, bias2], 2 if overwrites else 1)
+            else:
+                assert isinstance(place, HostVolume), "what is not on the device is in host memory"
+                outer = Statistics(convolved, all_slabs, self.norm1)
+                for start, end in all_slabs:
+                    part = convolve(second.rows(start - 1, end + 1), weight2, bias2)
+                    # The rows that the next slab needs of what is overwritten here are remembered.
+                    part += around.rows(start, end)
+                    outer.add(part, place)
+                place.statistics = {(self.norm1.num_groups, self.norm1.eps): outer.result()}
+        return place, (norm1.mean, norm1.rstd, norm2.mean, norm2.rstd)
+
+    @override
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
+        """Go over the slabs twice, because each norm needs sums over all voxels; the gradient of x takes a third time.
+
+        In host memory, that one is left to its reader, and h is computed three times in all.
+        """
+        if isinstance(grad, NormGradRows):
+            grad = grad.stored(run)
+        (weight1, bias1), (weight2, bias2) = self.conv1.conv.parameters(), self.conv2.conv.parameters()
+        (low_weight1, low_bias1), low_weight2 = _low(self.conv1.conv, run.dtype), weight2.to(run.dtype)
+        shortcut, shortcut_bias = (None, None) if self.shortcut is None else self.shortcut.parameters()
+        low_shortcut = None if shortcut is None else shortcut.to(run.dtype)
+        all_slabs = run.slabs(x, min(weight1.shape[:2]))
+        length = all_slabs[0][1]
+        x_rows, grad_rows = with_halos(x, length), with_halos(grad, length)
+        first = NormedRows(x_rows, _norm(self.norm1, statistics[:2]), run.dtype)
+        convolved = convolved_rows(first, low_weight1, low_bias1)
+        h: Volume
+        kept_h: Volume
+        kept_x: Volume | None
+        if run.host is None:
+            assert isinstance(x, Tensor), "on the device, the input is a tensor"
+            kept_x, h, kept_h = _places(x, weight1.shape[0], run.dtype)
+        else:
+            h, kept_h = Remembered(convolved), run.host.volume(convolved)
+            # Where it fits, what the first norm keeps takes the place of what the second one kept.
+            kept_x = kept_h if kept_h.shape == x.shape else None
+        second = NormedRows(h, _norm(self.norm2, statistics[2:]), run.dtype)
+        run.add_biases(grad, bias2, shortcut_bias)
+        for start, end in all_slabs:
+            if isinstance(h, Tensor):
+                h[:, :, start:end] = convolved.rows(start, end)
+            normed = second.rows(start, end)
+            part = rows_of(grad_rows, start - 1, end + 1).to(run.dtype)
+            of_h, of_weight = convolve_backward(part, normed, low_weight2, (True, run.wants(weight2)))
+            del normed
+            run.add(weight2, of_weight)
+            part = part[:, :, 1:-1]
+            run.add_biases(part, bias2, shortcut_bias, in_slabs=True)
+            if low_shortcut is not None and run.wants(shortcut):
+                inputs = rows_of(x_rows, start, end).to(run.dtype)
+                run.add(shortcut, native.convolution_backward(part, inputs, low_shortcut, (False, True))[1])
+                del inputs
+            del part
+            second.absorb(of_h, start, end, kept_h)
+            del of_h, of_weight
+        run.add_all(self.norm2.parameters(), second.finish())
+        of_h_rows: Volume = kept_h
+        if isinstance(kept_h, Tensor):
+            second.input_grad(kept_h, 0, x.shape[2])
+            run.add_biases(kept_h, bias1)
+        else:
+            second.x = Remembered(convolved)
+            of_h_rows = Remembered(NormGradRows(kept_h, second, length))
+        for start, end in all_slabs:
+            part = rows_of(of_h_rows, start - 1, end + 1)
+            of_rows, of_weight = convolve_backward(
+                part, first.rows(start, end), low_weight1, (True, run.wants(weight1))
+            )
+            run.add(weight1, of_weight)
+            run.add_biases(part[:, :, 1:-1], bias1, in_slabs=True)
+            del part
+            first.absorb(of_rows, start, end, kept_x)
+            del of_rows, of_weight
+        run.add_all(self.norm1.parameters(), first.finish())
+        plus = (
+            in_order(grad, length)
+            if low_shortcut is None
+            else _through_shortcut(in_order(grad, length), x, low_shortcut)
+        )
+        if isinstance(kept_x, Tensor):
+            del h, kept_h, second, of_h_rows
+            for start, end in [(0, x.shape[2])] if low_shortcut is None else all_slabs:
+                first.input_grad(kept_x[:, :, start:end], start, end, read(plus, start, end))
+            return kept_x
+        back = ComputedRows(x, lambda start, end: _input_grad(of_h_rows, low_weight1, start, end), run.dtype)
+        return NormGradRows(back if kept_x is None else kept_x, first, length, plus)
+
+    def _around(self, x: Volume, dtype: torch.dtype) -> RowSource:
+        """Return what is added to the convolutions: the input or its shortcut."""
+        if self.shortcut is None:
+            return ComputedRows(x, lambda start, end: read(x, start, end).to(dtype), dtype)
+        weight, bias = _low(self.shortcut, dtype)
+        return ComputedRows(x, lambda start, end: F.conv3d(read(x, start, end).to(dtype), weight, bias), dtype)
 
 
-class UpsampleBlock(LeanBlock):
-    """Nearest-neighbour upsampling by `strides`, in MONAI's block two along each axis, then a convolution."""
-
-    def __init__(self, stock: Upsample, strides: Strides = (2, 2, 2)) -> None:
-        super().__init__()
-        self.postconv, self.strides = stock.postconv, tuple(strides)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the enlarged volume."""
-        return upsample_conv(x, self.postconv.conv, self.strides)
-
-    def consume(self, x: Volume) -> RowSource:
-        """Return the upsampled volume as rows computed on demand, which the next block reads in slabs."""
-        conv = self.postconv.conv
-        return UpsampledRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
+def _finish_on_device(
+    out: Tensor, second: NormedRows, around: RowSource, slabs: list[tuple[int, int]], conv: list[Tensor], halo: int
+) -> None:
+    """Write the output, `halo` rows of each slab late: the next slab still needs what they overwrite."""
+    late_place, late_rows = out[:, :, :0], out[:, :, :0]
+    for start, end in slabs:
+        haloed = second.rows(start - 1, end + 1)
+        late_place.copy_(late_rows)
+        part = convolve(haloed, *conv)
+        del haloed
+        plus = around.rows(start, end)
+        split = max(start, end - halo)
+        now = split - start
+        torch.add(part[:, :, :now], plus[:, :, :now], out=out[:, :, start:split])
+        late_place, late_rows = out[:, :, split:end], part[:, :, now:] + plus[:, :, now:]
+    late_place.copy_(late_rows)
 
 
-class InterpolationBlock(UpsampleBlock):
-    """Trilinear upsampling by `strides`, then a convolution."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the enlarged volume."""
-        return interpolated_conv(x, self.postconv.conv, self.strides, self.slab_rows)
-
-    def consume(self, x: Volume) -> RowSource:
-        """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
-        conv = self.postconv.conv
-        return interpolated_rows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
+def _is_computed(x: Volume) -> TypeIs[RowSource]:
+    """Return whether the rows of a volume are computed whenever they are read."""
+    return isinstance(x, RowSource) and not isinstance(x, HostVolume)
 
 
-class DownsampleBlock(LeanBlock):
-    """A convolution with `strides`, in MONAI's block two along each axis.
+def _low(conv: nn.Conv3d, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of a convolution in the dtype that it computes in."""
+    assert conv.bias is not None, "MONAI's convolutions have a bias"
+    return conv.weight.to(dtype), conv.bias.to(dtype)
 
-    The input is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one.
+
+def _norm(norm: nn.GroupNorm, statistics: Sequence[Tensor], silu: bool = True) -> Norm:
+    mean, rstd = statistics
+    return Norm(mean, rstd, norm.weight, norm.bias, silu)
+
+
+def _places(x: Tensor, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return places for the gradient of x, for h, and for the gradient of h, which may share the memory of the first.
+
+    The gradient of x is written slab by slab after the last use of h, so h can lie in it if it fits. If h has at most
+    half the channels of x, its gradient fits too: channels last, at the end of each sample, where no slab but the last
+    reaches rows that are still to be read.
     """
+    grad_x = empty(x)
+    if x.dtype != dtype or channels > x.shape[1]:
+        return grad_x, empty(x, channels, dtype), empty(x, channels, dtype)
+    if 2 * channels > x.shape[1] or layout_of(grad_x) != CHANNELS_LAST:
+        return grad_x, grad_x[:, :channels], empty(x, channels, dtype)
+    batch, _, *grid = x.shape
+    values, count = grad_x.movedim(1, -1).view(batch, -1), math.prod(grid) * channels
+    first, last = (part.view(batch, *grid, channels).movedim(-1, 1) for part in (values[:, :count], values[:, -count:]))
+    return grad_x, first, last
 
-    def __init__(self, stock: AEKLDownsample, strides: Strides = (2, 2, 2)) -> None:
+
+def _input_grad(grad: Volume, weight: Tensor, start: int, end: int) -> Tensor:
+    """Return some rows of the gradient of a convolution's input, from the rows of that of its output."""
+    part = rows_of(grad, start - 1, end + 1).to(weight.dtype)
+    # Only its shape and layout matter.
+    x = empty(grad, weight.shape[1], weight.dtype, end - start)
+    return convolve_backward(part, x, weight, (True, False))[0]
+
+
+def _through_shortcut(grad: Volume, x: Volume, weight: Tensor) -> RowSource:
+    """Return what the gradient of a shortcut's output gives to its input, a product with the weight, transposed."""
+    back = weight.transpose(0, 1).contiguous(memory_format=layout_of_volume(x))
+    return ComputedRows(x, lambda start, end: F.conv3d(rows_of(grad, start, end).to(back.dtype), back), weight.dtype)
+
+
+class InputConvolution(LeanBlock):
+    """The first convolution of an encoder, for slabs; its output is computed whenever it is read."""
+
+    def __init__(self, stock: Convolution) -> None:
         super().__init__()
-        self.conv, self.strides = stock.conv, tuple(strides)
+        self.conv = stock.conv
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the shrunk volume."""
-        return downsample_conv(x, self.conv.conv, self.strides)
+    @override
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
+        return convolved_rows(x, *_low(self.conv, run.dtype)), ()
 
-    def consume(self, x: Volume) -> Volume:
-        """Return the shrunk volume, computed from rows if `x` is not on the device."""
-        if isinstance(x, Tensor):
-            return self(x)
-        conv = self.conv.conv
-        rows = DownsampledRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
-        return stored(rows, max(1, self.slab_rows // self.strides[0]), self.host)
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
+    @override
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
+        weight, bias = self.conv.parameters()
+        place = run.place(x, target)
+        all_slabs = run.slabs(x, min(weight.shape[:2]))
+        source, low_weight = with_halos(grad, all_slabs[0][1]), weight.to(run.dtype)
+        for start, end in all_slabs:
+            part = rows_of(source, start - 1, end + 1)
+            needs = (place is not None, run.wants(weight))
+            of_x, of_weight = convolve_backward(part, rows_of(x, start, end).to(run.dtype), low_weight, needs)
+            run.add(weight, of_weight)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
+            if place is not None:
+                write(place, start, of_x)
+        return place
 
 
 class Head(LeanBlock):
@@ -173,13 +336,49 @@ class Head(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed and convolved volume."""
         if self.slab_rows:
-            return norm_conv(x, self.norm, self.conv.conv, self.slab_rows)
+            return in_slabs(x, [self], self.slab_rows)
         return self.conv(group_norm(x, self.norm))
 
+    @override
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
+        mean, rstd = statistics_of(x, self.norm, run.rows)
+        all_slabs = run.slabs(x, x.shape[1])
+        source = with_halos(x, all_slabs[0][1])
+        normed = NormedRows(source, _norm(self.norm, (mean, rstd), silu=False), run.dtype)
+        weight, bias = _low(self.conv.conv, run.dtype)
+        out = empty(x, weight.shape[0], run.dtype)
+        for start, end in all_slabs:
+            out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), weight, bias)
+        return out, (mean, rstd)
 
-def interpolates(stock: Upsample) -> bool:
-    """Return whether a stock block interpolates between voxels instead of repeating them."""
-    return stock.upsample_non_trainable.mode == "trilinear"
+    @override
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
+        """Add the gradients of the parameters; in host memory that of x, from few channels, is left to its reader."""
+        weight, bias = self.conv.conv.parameters()
+        all_slabs = run.slabs(x, x.shape[1])
+        length, low_weight = all_slabs[0][1], weight.to(run.dtype)
+        normed = NormedRows(with_halos(x, length), _norm(self.norm, statistics, silu=False), run.dtype)
+        place = empty(x) if run.host is None else None
+        run.add_biases(grad, bias)
+        for start, end in all_slabs:
+            part = rows_of(grad, start - 1, end + 1).to(run.dtype)
+            of_rows, of_weight = convolve_backward(part, normed.rows(start, end), low_weight, (True, run.wants(weight)))
+            run.add(weight, of_weight)
+            run.add_biases(part[:, :, 1:-1], bias, in_slabs=True)
+            normed.absorb(of_rows, start, end, place)
+            del of_rows, of_weight
+        run.add_all(self.norm.parameters(), normed.finish())
+        if place is not None:
+            normed.input_grad(place, 0, x.shape[2])
+            return place
+
+        def compute(start: int, end: int) -> Tensor:
+            out = _input_grad(grad, low_weight, start, end)
+            normed.input_grad(out, start, end)
+            return out
+
+        normed.x = with_halos(x, length)
+        return ComputedRows(x, compute, run.dtype)
 
 
 def resamples(block: nn.Module) -> bool:
@@ -197,24 +396,9 @@ def lean_block(stock: nn.Module, strides: Strides = (2, 2, 2)) -> nn.Module:
     if isinstance(stock, SpatialAttentionBlock):
         return AttentionBlock(stock)
     if isinstance(stock, Upsample):
-        return (InterpolationBlock if interpolates(stock) else UpsampleBlock)(stock, strides)
+        interpolates = stock.upsample_non_trainable.mode == "trilinear"
+        return (InterpolationBlock if interpolates else UpsampleBlock)(stock, strides)
     if isinstance(stock, AEKLDownsample):
         return DownsampleBlock(stock, strides)
     assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"
     return stock
-
-
-def stage_of(block: nn.Module) -> Stage:
-    """Return the form of a block in which its volumes lie in host memory."""
-    if isinstance(block, ResidualBlock):
-        return ResidualStage(block.layers)
-    if isinstance(block, InterpolationBlock):
-        return InterpolationStage(block.postconv.conv, block.strides)
-    if isinstance(block, UpsampleBlock):
-        return UpsampleStage(block.postconv.conv, block.strides)
-    if isinstance(block, DownsampleBlock):
-        return DownsampleStage(block.conv.conv, block.strides)
-    if isinstance(block, Head):
-        return HeadStage(block.norm, block.conv.conv)
-    assert isinstance(block, Convolution), f"{type(block).__name__} cannot run on rows in host memory"
-    return FirstConvolution(block.conv)

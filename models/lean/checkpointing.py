@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 
+from models.lean.rows import Copies, arrive
 from runtime.observer import memory_observer
 
 MIN_OFFLOAD_BYTES = 1 << 20
@@ -31,8 +32,7 @@ class Offloaded:
 
     host: Tensor
     device: torch.device
-    copied: torch.Event | None
-    fetched: Tensor | None = field(default=None)
+    fetched: tuple[Tensor, torch.Event | None] | None = None
 
 
 class HostOffload(AbstractContextManager[None]):
@@ -45,8 +45,7 @@ class HostOffload(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self._stack: list[Offloaded] = []
-        self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
-        self._stream: torch.cuda.Stream | None = None
+        self._copies = Copies()
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
@@ -63,60 +62,29 @@ class HostOffload(AbstractContextManager[None]):
         if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             return tensor
         tensor = tensor.detach()
-        host = empty_on_host(tensor)
-        entry = Offloaded(host, tensor.device, self._copy(host, tensor, wait_for=None))
+        entry = Offloaded(empty_on_host(tensor), tensor.device)
+        self._copies.leave(entry.host, tensor, tensor)
         self._stack.append(entry)
-        self._leaving.append((tensor, entry.copied))
-        if len(self._leaving) > 1:
-            self._release(*self._leaving.popleft())
         return entry
 
     def unpack(self, packed: Tensor | Offloaded) -> Tensor:
         """Return the tensor on its device, and start to fetch the one that was packed before it."""
         if isinstance(packed, Tensor):
             return packed
-        while self._leaving:
-            self._release(*self._leaving.popleft())
-        tensor = self._fetch(packed)
+        self._copies.finish()
+        tensor = arrive(*(packed.fetched or self._fetch(packed)))
+        packed.fetched = None
         if packed in self._stack:
             position = self._stack.index(packed)
             del self._stack[position:]
             if position > 0:
                 previous = self._stack[position - 1]
-                previous.fetched = self._start_fetch(previous)
+                previous.fetched = self._fetch(previous)
         return tensor
 
-    def _copy(self, target: Tensor, source: Tensor, wait_for: torch.Event | None) -> torch.Event | None:
-        """Copy on a second CUDA stream and return the event at its end; on other devices, copy synchronously."""
-        device = source.device if source.is_cuda else target.device
-        if device.type != "cuda":
-            target.copy_(source)
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            if wait_for is not None:
-                self._stream.wait_event(wait_for)
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
-
-    def _release(self, tensor: Tensor, copied: torch.Event | None) -> None:
-        """Make the compute stream wait for the copy, so that the memory of `tensor` can be reused safely."""
-        if copied is not None:
-            torch.cuda.current_stream(tensor.device).wait_event(copied)
-
-    def _start_fetch(self, entry: Offloaded) -> Tensor:
+    def _fetch(self, entry: Offloaded) -> tuple[Tensor, torch.Event | None]:
         tensor = torch.empty_like(entry.host, device=entry.device, pin_memory=False)
-        entry.copied = self._copy(tensor, entry.host, wait_for=entry.copied)
-        return tensor
-
-    def _fetch(self, entry: Offloaded) -> Tensor:
-        tensor = entry.fetched if entry.fetched is not None else self._start_fetch(entry)
-        entry.fetched = None
-        if entry.copied is not None:
-            torch.cuda.current_stream(entry.device).wait_event(entry.copied)
-        return tensor
+        return tensor, self._copies.start(tensor, entry.host, entry.device)
 
 
 @contextmanager
@@ -200,7 +168,7 @@ class _Checkpoint:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         self._autocast = _Autocast.at(tensors[0]) if tensors else None
         self._inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-        self._random = _RandomState([part.device for part in tensors[:1] if part.is_cuda]) if is_random else None
+        self._random = (torch.get_rng_state(), *get_device_states(*tensors)) if is_random else None
         self._number = 0
         self._outputs: dict[int, int] = {}
         self._views: list[tuple[Any, ...]] = []
@@ -246,9 +214,13 @@ class _Checkpoint:
             if len(saved) == self._number and not self._views:
                 raise _Enough
 
-        random = nullcontext() if self._random is None else self._random.again()
+        forked = nullcontext() if self._random is None else torch.random.fork_rng(self._random[1])
         hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
-        with torch.enable_grad(), random, _in(self._autocast), hooks, suppress(_Enough):
+        with torch.enable_grad(), forked, _in(self._autocast), hooks, suppress(_Enough):
+            if self._random is not None:
+                of_cpu, devices, of_devices = self._random
+                torch.set_rng_state(of_cpu)
+                set_device_states(devices, of_devices)
             outputs = self._run(*args)
         assert len(saved) == self._number, "a checkpoint computed something else than the first time"
         self._found = dict(enumerate(saved))
@@ -258,23 +230,6 @@ class _Checkpoint:
 
 def _never(packed: Any) -> Tensor:
     raise AssertionError("no gradients pass through what is computed again")
-
-
-class _RandomState:
-    """The state that the generators of the CPU and of some devices have when it is made."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._of_cpu = torch.get_rng_state()
-        self._of_devices = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Return to that state inside the block."""
-        with torch.random.fork_rng(self._of_devices):
-            torch.set_rng_state(self._of_cpu)
-            for device, state in self._of_devices.items():
-                torch.cuda.set_rng_state(state, device)
-            yield
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -50,18 +50,6 @@ def first_order_only(backward: Backward) -> Backward:
     return checked
 
 
-SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_KEEP: SavedTensorHooks = (lambda tensor: tensor, lambda tensor: tensor)
-
-
-def hooks_in_force() -> SavedTensorHooks:
-    """Return the innermost saved-tensor hooks, or functions that change nothing.
-
-    torch calls the innermost hooks only and has no public function for them (2.13.0).
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or _KEEP
-
-
 def in_dispatch_mode() -> bool:
     """Return whether a dispatch mode sees every operator; torch has no public function for it (2.13.0)."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -1,22 +1,36 @@
-"""The building blocks of exact computation in slabs, that is, in groups of rows along the first spatial axis.
+"""Blocks that run in slabs, forward and backward: exact, for group statistics and sums of gradients cover all rows.
 
-Statistics are computed over the whole tensor first. After that, normalisation, SiLU and convolution need only a slab
-and a halo of one row on each side. Sums over slabs are kept in full precision. Tensors are (batch, channels, rows,
-height, width).
+A block in slabs is one autograd function that saves its input only, on the device. Consecutive levels are one as well:
+a function of a volume that fits the device to another one that does. In between, each block reads rows from host
+memory and writes rows to it, and the device holds a few slabs. What a block computes from its input is computed again
+wherever that takes less time than copying it to the host and back.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from models.lean import native
-from models.lean.layout import layout_of
-from models.lean.norm import operators
-from models.lean.norm.affine import Norm
+from models.lean.norm import compute_dtype, full_precision
+from models.lean.norm.operators import statistics, store_statistics
+from models.lean.rows import (
+    HostSpace,
+    HostVolume,
+    NormedRows,
+    RowSource,
+    Volume,
+    bias_grad,
+    empty,
+    in_order,
+    read,
+    volume_bytes,
+    write,
+)
 
 MIN_SLAB_VALUES = 20480
 """Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
@@ -24,25 +38,11 @@ MIN_SLAB_VALUES = 20480
 Thinner slabs took 15 times as long and would save only 80 KB per voxel of width.
 """
 
+Found = tuple[Tensor, ...]
+"""Statistics of a block's norms: mean and rstd of each."""
 
-class RowSource(ABC):
-    """A volume whose rows are computed on demand; stands in for a tensor where only rows are read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.memory_format
-
-    @abstractmethod
-    def rows(self, start: int, end: int) -> Tensor:
-        """Compute the rows from `start` to `end`, which must lie inside the volume."""
-
-    def fill(self, target: Tensor, start: int, end: int) -> None:
-        """Write the rows from `start` to `end` into `target`."""
-        target.copy_(self.rows(start, end))
-
-
-Volume = Tensor | RowSource
+Target = Literal["host", "device"] | None
+"""Where the gradient of a block's input is to lie, if it is needed; in place of the host, its reader may compute it."""
 
 
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -54,60 +54,6 @@ def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple
     return [(start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
-def read(x: Volume, start: int, end: int) -> Tensor:
-    """Return the rows from `start` to `end` of `x`; of a tensor, a view."""
-    return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
-
-
-def volume_bytes(x: Volume) -> int:
-    """Return the bytes of a whole volume."""
-    return x.shape.numel() * x.dtype.itemsize
-
-
-def layout_of_volume(x: Volume) -> torch.memory_format:
-    """Return the layout of a volume or of its rows."""
-    return layout_of(x) if isinstance(x, Tensor) else x.layout
-
-
-def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None, rows: int | None = None) -> Tensor:
-    """Return an uninitialised volume on the grid and in the layout of `x`, or some rows of one."""
-    batch, own_channels, own_rows, *plane = x.shape
-    shape = (batch, channels or own_channels, rows or own_rows, *plane)
-    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout_of_volume(x))
-
-
-def rows_of(x: Volume, start: int, end: int) -> Tensor:
-    """Return the rows from `start` to `end` as a dense tensor, with zeros outside `x`.
-
-    With channels last, rows of a single volume are already dense and are not copied.
-    """
-    inside = read(x, max(start, 0), min(end, x.shape[2]))
-    if start < 0 or end > x.shape[2]:
-        inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
-    return inside.contiguous(memory_format=layout_of(inside))
-
-
-def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve rows that include a halo of one row on each side."""
-    return F.conv3d(haloed, weight, bias, padding=(0, 1, 1))
-
-
-def convolve_backward(
-    grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the input's rows and, from these rows, of the weight.
-
-    The gradient of the output includes a halo of one row on each side. For the rows without halo it is the gradient of
-    a convolution padded by two, so one call gives both results exactly and no row is computed twice.
-    """
-    return native.convolution_backward(grad_haloed, x, weight, needs, padding=(2, 1, 1))
-
-
-def bias_grad(grad: Tensor) -> Tensor:
-    """Return the gradient of a convolution's bias in full precision."""
-    return grad.sum((0, 2, 3, 4), dtype=torch.promote_types(grad.dtype, torch.float32))
-
-
 class Statistics:
     """Mean and 1 / sqrt(variance + eps) of each group, combined from the moments of slabs.
 
@@ -115,20 +61,23 @@ class Statistics:
     have equally many rows.
     """
 
-    def __init__(self, x: Volume, slabs: list[tuple[int, int]], groups: int, eps: float) -> None:
+    def __init__(self, x: Volume, slabs: list[tuple[int, int]], norm: nn.GroupNorm) -> None:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        self.eps, self._slabs = eps, slabs
-        self._parts = torch.empty((2, len(slabs), x.shape[0], groups), dtype=dtype, device=x.device)
+        self._eps, self._slabs = norm.eps, slabs
+        self._parts = torch.empty((2, len(slabs), x.shape[0], norm.num_groups), dtype=dtype, device=x.device)
         self._next = 0
 
-    def add(self, slab: Tensor, store: Tensor | None = None) -> None:
-        """Add the moments of the next slab and copy the slab to `store`, if given."""
+    def add(self, slab: Tensor, place: Volume | None = None) -> None:
+        """Add the moments of the next slab and write the slab to `place`, if given."""
         mean, rstd = self._parts[:, self._next]
-        if store is None:
-            for target, values in zip((mean, rstd), operators.statistics(slab, mean.shape[1], 0.0), strict=True):
-                target.copy_(values)
+        start, end = self._slabs[self._next]
+        if isinstance(place, Tensor):
+            store_statistics(place[:, :, start:end], mean, rstd, slab, 0.0)
         else:
-            operators.store_statistics(store, mean, rstd, slab, 0.0)
+            for target, values in zip((mean, rstd), statistics(slab, mean.shape[1], 0.0), strict=True):
+                target.copy_(values)
+            if isinstance(place, HostVolume):
+                place.write(start, slab)
         self._next += 1
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -141,69 +90,219 @@ class Statistics:
         share[-1] = counts[-1] / sum(counts)
         mean = (share * each).sum(0)
         variance = (share * (rstds.pow(-2) + (each - mean).square())).sum(0)
-        return mean, (variance + self.eps).rsqrt()
+        return mean, (variance + self._eps).rsqrt()
 
 
-class NormedRows:
-    """The rows of `x` after a norm and perhaps SiLU, and the backward pass from their gradient to that of `x`.
+def statistics_of(x: Volume, norm: nn.GroupNorm, rows: int) -> tuple[Tensor, Tensor]:
+    """Return mean and rstd of each group, (batch, groups); rows that are computed on demand are read in slabs."""
+    if isinstance(x, Tensor):
+        return statistics(x, norm.num_groups, norm.eps)
+    if isinstance(x, HostVolume) and (norm.num_groups, norm.eps) in x.statistics:
+        return x.statistics[norm.num_groups, norm.eps]
+    all_slabs = slabs(x, rows, x.shape[1], x.dtype)
+    result, source = Statistics(x, all_slabs, norm), in_order(x, all_slabs[0][1])
+    for start, end in all_slabs:
+        result.add(read(source, start, end))
+    return result.result()
 
-    Backward visits each row twice. `absorb` adds the row's gradient to the sums and stores what is to be kept of it;
-    after `finish`, `input_grad` turns what was kept into the gradient of `x`.
+
+def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
+    """Compute all rows of a volume; put them into host memory if they are to lie there, else on the device."""
+    all_slabs = slabs(x, rows, x.shape[1], x.dtype)
+    if host is not None and volume_bytes(x) > host.above:
+        volume = host.volume(x)
+        for start, end in all_slabs:
+            volume.write(start, x.rows(start, end))
+        return volume
+    out = empty(x)
+    for start, end in all_slabs:
+        out[:, :, start:end].copy_(x.rows(start, end))
+    return out
+
+
+class Run:
+    """What the blocks of one pass share: where volumes lie, and the gradients of parameters.
+
+    Volumes between blocks lie in the memory of `host`; without it there is one block, and they lie on the device.
     """
 
-    def __init__(self, x: Volume, norm: Norm, dtype: torch.dtype) -> None:
-        self.x, self.norm, self.dtype = x, norm, dtype
-        self._sums: list[Tensor] = []
-        self._group_means: Tensor | None = None
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """Return the rows from `start` to `end`; rows outside the volume are zero, as in a padded convolution."""
-        first, last = max(start, 0), min(end, self.x.shape[2])
-        x = read(self.x, first, last)
-        return operators.normalise(x, self.norm, self.dtype, first - start, end - last)
-
-    def absorb(self, grad: Tensor, start: int, end: int, store: Tensor) -> None:
-        """Add the gradient of `rows(start, end)` to the sums and write what `input_grad` needs of it to `store`."""
-        x = read(self.x, start, end)
-        sums = self.norm.mean.new_empty((2, *x.shape[:2]))
-        operators.store_norm_sums(store, sums, grad, x, self.norm)
-        self._sums.append(sums)
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Close the sums and return the gradients of weight and bias."""
-        assert self._sums, "finish needs the sums: call absorb for every slab first"
-        count = self.x.shape.numel() // self.norm.mean.numel()
-        sums = torch.stack(self._sums).sum(0)
-        self._group_means = operators.group_means(sums, self.norm.weight, self.norm.groups, count)
-        grad_bias, grad_weight = sums.sum(1)
-        return grad_weight, grad_bias
-
-    def input_grad(
-        self, kept: Tensor, start: int, end: int, plus: Tensor | None = None, is_absorbed: bool = True
+    def __init__(
+        self, rows: int, dtype: torch.dtype, host: HostSpace | None = None, wanted: Sequence[Tensor] = ()
     ) -> None:
-        """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it.
+        self.rows, self.dtype, self.host = rows, dtype, host
+        self.gradients: dict[int, Tensor | None] = {id(parameter): None for parameter in wanted}
 
-        Rows that are not absorbed are what `absorb` takes.
+    def wants(self, parameter: Tensor | None) -> bool:
+        """Return whether a parameter needs a gradient."""
+        return id(parameter) in self.gradients
+
+    def add(self, parameter: Tensor | None, part: Tensor) -> None:
+        """Add to the gradient of a parameter, in full precision, if it needs one."""
+        if self.wants(parameter):
+            total = self.gradients[id(parameter)]
+            self.gradients[id(parameter)] = full_precision(part) if total is None else total.add_(part)
+
+    def add_all(self, parameters: Iterable[Tensor | None], parts: Iterable[Tensor]) -> None:
+        """Add to the gradients of several parameters."""
+        for parameter, part in zip(parameters, parts, strict=True):
+            self.add(parameter, part)
+
+    def add_biases(self, grad: Volume, *biases: Tensor | None, in_slabs: bool = False) -> None:
+        """Add what the gradient of convolutions' output gives to those of biases.
+
+        On the device it is whole; in host memory it comes in slabs. Either call does nothing in the other case.
         """
-        assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
-        is_before_silu = is_absorbed and operators.stores_before_silu(kept)
-        norm = self.norm._replace(silu=self.norm.silu and not is_before_silu)
-        x = read(self.x, start, end)
-        operators.norm_input_grad(kept, kept, x, norm, self._group_means, plus)
+        if isinstance(grad, Tensor) and in_slabs == (self.host is not None) and any(map(self.wants, biases)):
+            part = bias_grad(grad)
+            self.add_all(biases, [part, *(part.clone() for _ in biases[1:])])  # each is added to by itself
+
+    def slabs(self, x: Volume, channels: int, multiple: int = 1) -> list[tuple[int, int]]:
+        """Return the slabs of a volume; all but the last have a multiple of so many rows."""
+        return slabs(x, -(-self.rows // multiple) * multiple, channels, self.dtype)
+
+    def place(self, like: Volume, target: Target) -> Volume | None:
+        """Return an uninitialised volume, if it has a target."""
+        if target is None:
+            return None
+        return self.host.volume(like) if target == "host" and self.host is not None else empty(like)
 
 
-class ConvolvedRows(RowSource):
-    """A 3x3x3 convolution of a volume, or of its normed rows, computed on demand."""
+class LeanBlock(nn.Module):
+    """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0.
 
-    def __init__(self, source: NormedRows | Volume, weight: Tensor, bias: Tensor) -> None:
-        x = source.x if isinstance(source, NormedRows) else source
-        self.source, self.weight, self.bias = source, weight, bias
-        self.dtype, self.device, self.layout = weight.dtype, weight.device, layout_of_volume(x)
-        self.shape = torch.Size((x.shape[0], weight.shape[0], *x.shape[2:]))
+    Without gradients, large volumes lie in the memory of `host`, if it is given.
+    """
+
+    slab_rows = 0
+    host: HostSpace | None = None
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """Whether the block keeps only its input for backward, so that a checkpoint around it would gain nothing."""
+        return self.slab_rows > 0
+
+    def consume(self, x: Volume) -> Volume:
+        """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""
+        return self.rows_forward(x, Run(self.slab_rows, compute_dtype(x), self.host), is_last=False)[0]
+
+    def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
+        """Return the output, on the device if it is the last one, and the statistics that backward needs."""
+        raise NotImplementedError
+
+    def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
+        """Add the gradients of the parameters and return that of `x`.
+
+        Without a `target`, nobody needs it.
+        """
+        raise NotImplementedError
+
+
+class _Chain:
+    """Consecutive blocks that run in slabs of `rows` rows."""
+
+    def __init__(self, blocks: Sequence[LeanBlock], rows: int, dtype: torch.dtype, host: HostSpace | None) -> None:
+        self.blocks, self.rows, self.dtype, self.host = blocks, rows, dtype, host
+        self.parameters = [parameter for block in blocks for parameter in block.parameters()]
+
+    def forward(self, x: Volume, keeps: bool) -> tuple[Tensor, list[HostVolume | None], list[Found]]:
+        """Run all blocks; return the output, if wanted the inputs that lie in host memory, and all statistics."""
+        run, out = Run(self.rows, self.dtype, self.host), x
+        inputs, statistics = [], []
+        with torch.autocast(x.device.type, enabled=False):
+            for block in self.blocks:
+                inputs.append(out if keeps and isinstance(out, HostVolume) else None)
+                out, found = block.rows_forward(out, run, is_last=block is self.blocks[-1])
+                statistics.append(found)
+        if self.host is not None:
+            self.host.copies.finish()
+        assert isinstance(out, Tensor), "the last block leaves its output on the device"
+        return out, inputs, statistics
+
+    def backward(
+        self, x: Tensor, inputs: list[HostVolume | None], statistics: list[Found], grad: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and of all parameters that need one."""
+        wanted = [parameter for parameter, is_needed in zip(self.parameters, needs[1:], strict=True) if is_needed]
+        run = Run(self.rows, self.dtype, self.host, wanted)
+        back: Volume | None = grad
+        while inputs:
+            assert back is not None, "only the first block has no gradient to hand on"
+            number = len(inputs) - 1
+            target: Target = "host" if number else "device" if needs[0] else None
+            source = self._input(x, inputs, run)
+            inputs.pop()
+            back = self.blocks[number].rows_backward(source, statistics[number], back, run, target)
+        if self.host is not None:
+            self.host.copies.finish()
+        assert back is None or isinstance(back, Tensor), "the gradient of the input is on the device"
+        return back, *(run.gradients.get(id(parameter)) for parameter in self.parameters)
+
+    def _input(self, x: Tensor, inputs: list[HostVolume | None], run: Run) -> Volume:
+        """Return the input of the last of the blocks that `inputs` has, computed from the one before it if need be."""
+        *before, kept = inputs
+        if not before:
+            return x
+        if kept is not None:
+            return kept
+        return self.blocks[len(before) - 1].rows_forward(self._input(x, before, run), run, is_last=False)[0]
+
+
+class _InSlabs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chain: _Chain, keeps: bool, *parameters: Tensor) -> Tensor:
+        out, inputs, statistics = chain.forward(x, keeps)
+        ctx.chain, ctx.inputs = chain, inputs if keeps else None
+        ctx.counts = [len(found) for found in statistics]
+        ctx.save_for_backward(x, *parameters, *(part for found in statistics for part in found))
+        return out
+
+    @staticmethod
+    @native.first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        left = iter(others[len(needs) - 1 :])
+        statistics = [tuple(islice(left, count)) for count in ctx.counts]
+        with torch.autocast(x.device.type, enabled=False):
+            inputs, ctx.inputs = ctx.inputs, None
+            if inputs is None:
+                inputs = ctx.chain.forward(x, keeps=True)[1]
+            of_x, *of_parameters = ctx.chain.backward(x, inputs, statistics, grad, needs)
+        return of_x, None, None, *of_parameters
+
+
+def in_slabs(
+    x: Volume, blocks: Sequence[LeanBlock], rows: int, host: HostSpace | None = None, recomputes: bool = False
+) -> Tensor:
+    """Run consecutive blocks in slabs of `rows` rows, one on the device or several through the memory of `host`.
+
+    With `recomputes`, volumes in host memory are not kept for backward, which computes them again first.
+    """
+    chain = _Chain(blocks, rows, compute_dtype(x), host)
+    if not torch.is_grad_enabled():
+        return chain.forward(x, keeps=False)[0]
+    assert isinstance(x, Tensor), "with gradients, the input is on the device"
+    return _InSlabs.apply(x, chain, not recomputes, *chain.parameters)
+
+
+class NormGradRows(RowSource):
+    """The gradient of a norm's input, computed on demand from what its backward has kept; `plus` is added to it."""
+
+    def __init__(self, kept: Volume, normed: NormedRows, length: int, plus: Volume | None = None) -> None:
+        super().__init__(kept)
+        self._place, self._kept, self._normed, self._plus = kept, in_order(kept, length), normed, plus
 
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
-        if isinstance(self.source, NormedRows):
-            return convolve(self.source.rows(start - 1, end + 1), self.weight, self.bias)
-        with torch.autocast(self.device.type, enabled=False):
-            return convolve(rows_of(self.source, start - 1, end + 1).to(self.dtype), self.weight, self.bias)
+        out = read(self._kept, start, end)
+        plus = None if self._plus is None else read(self._plus, start, end)
+        self._normed.input_grad(out, start, end, plus, is_absorbed=isinstance(self._place, HostVolume))
+        return out
+
+    def stored(self, run: Run) -> Volume:
+        """Compute all rows and put them where what was kept lies, or beside it."""
+        place = self._place if isinstance(self._place, HostVolume) else run.place(self, "host")
+        assert place is not None, "the host is a place"
+        for start, end in run.slabs(self, self.shape[1]):
+            write(place, start, self.rows(start, end))
+        return place

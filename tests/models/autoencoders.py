@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from monai.networks.blocks import Upsample
 from monai.networks.nets import AutoencoderKL
+from monai.networks.nets.autoencoderkl import AEKLDownsample
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models import LeanAutoencoder, build_autoencoder
 from settings import Settings
@@ -46,3 +51,46 @@ def pair(settings: Any) -> tuple[AutoencoderKL, LeanAutoencoder]:
     assert isinstance(lean, LeanAutoencoder)
     lean.load_state_dict(stock.state_dict())
     return stock, lean
+
+
+def downsampled(x: Tensor, weight: Tensor, bias: Tensor | None, strides: Sequence[int]) -> Tensor:
+    """Pad as MONAI does along axes of stride two, and as any convolution of the same size along the others."""
+    padding = [amount for stride in reversed(strides) for amount in ((0, 1) if stride == 2 else (1, 1))]
+    return F.conv3d(F.pad(x, padding), weight, bias, stride=tuple(strides))
+
+
+def upsampled(x: Tensor, weight: Tensor, bias: Tensor | None, strides: Sequence[int], mode: str = "nearest") -> Tensor:
+    """Repeat or interpolate voxels along axes of stride two, then convolve."""
+    return F.conv3d(F.interpolate(x, scale_factor=tuple(map(float, strides)), mode=mode), weight, bias, padding=1)
+
+
+class PlainDownsample(nn.Module):
+    def __init__(self, stock: AEKLDownsample, strides: Sequence[int]) -> None:
+        super().__init__()
+        self.conv, self.strides = stock.conv, strides
+
+    def forward(self, x: Tensor) -> Tensor:
+        return downsampled(x, self.conv.conv.weight, self.conv.conv.bias, self.strides)
+
+
+class PlainUpsample(nn.Module):
+    def __init__(self, stock: Upsample, strides: Sequence[int], mode: str) -> None:
+        super().__init__()
+        self.postconv, self.strides, self.mode = stock.postconv, strides, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return upsampled(x, self.postconv.conv.weight, self.postconv.conv.bias, self.strides, self.mode)
+
+
+def plain_autoencoder(settings: Any) -> AutoencoderKL:
+    """MONAI's own class with plain resampling blocks of the strides that the settings give, or told to interpolate."""
+    network = stock_like(settings)
+    down, up = list(settings.level_strides), list(reversed(settings.level_strides))
+    for blocks in (network.encoder.blocks, network.decoder.blocks):
+        for index, block in enumerate(blocks):
+            if isinstance(block, AEKLDownsample):
+                blocks[index] = PlainDownsample(block, down.pop(0))
+            elif isinstance(block, Upsample):
+                blocks[index] = PlainUpsample(block, up.pop(0), settings.upsampling)
+    assert not down + up, "every stride has its block"
+    return network

@@ -7,9 +7,12 @@ import pytest
 import torch
 from monai.networks.nets import AutoencoderKL
 
-from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator
-from models.lean import slabs
+from memory.predict.step import build_step
+from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator, build_unet
+from models.lean import checkpointing, slabs
+from settings import Settings, validate
 from tests.models.autoencoders import pair, settings_of, stock_like
+from tests.support.tiny_config import TINY
 
 
 def test_weights_move_both_ways_between_lean_and_monai():
@@ -55,73 +58,64 @@ def test_levels_without_residual_blocks_train(implementation, blocks):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class CountedCheckpoints:
-    """Counts how often blocks go through a checkpoint."""
+@pytest.fixture
+def counted(monkeypatch):
+    """A list with an entry for each block that went through a checkpoint."""
+    calls, original = [], checkpointing._Checkpoint
 
-    def __init__(self, monkeypatch):
-        from models.lean import checkpointing
+    def checkpoint(*args, **kwargs):
+        calls.append(kwargs["is_random"])
+        return original(*args, **kwargs)
 
-        original, self.count = checkpointing._Checkpoint, 0
-
-        def counted(*args, **kwargs):
-            self.count += 1
-            assert kwargs["is_random"] is False, "nothing in these blocks is random"
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(checkpointing, "_Checkpoint", counted)
+    monkeypatch.setattr(checkpointing, "_Checkpoint", checkpoint)
+    return calls
 
 
-def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch):
-    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True}))
-    counted, x = CountedCheckpoints(monkeypatch), torch.randn(1, 1, 8, 8, 8)
+def small_unet():
+    unet = {"num_channels": [8, 16], "attention_levels": [False, True], "num_head_channels": 8, "norm_num_groups": 4}
+    return build_unet(Settings.model_validate({"ldm": {"unet": unet}}).ldm, latent_channels=1)
+
+
+@pytest.mark.parametrize(("build", "times"), [(lambda: build_autoencoder(settings_of()), ()), (small_unet, (5,))])
+def test_checkpointing_acts_only_in_training_with_gradients(build, times, counted, caplog):
+    model, x = build(), (torch.randn(1, 1, 8, 8, 8), *(torch.tensor([time]) for time in times))
+    with caplog.at_level(logging.INFO, logger="models"):
+        model.gradient_checkpointing_enable()
     with torch.no_grad():
-        model(x)
-    model.eval()(x)
-    assert counted.count == 0
-    model.train()(x)
-    assert counted.count > 10
+        model(*x)
+    model.eval()(*x)
+    assert not counted
+    model.train()(*x)
+    assert f"gradient checkpointing on: {len(counted)} blocks" in caplog.text or not times
+    assert len(counted) > 10
+    assert not any(counted), "nothing in these blocks is random"
     model.gradient_checkpointing_disable()
-    counted.count = 0
-    model(x)
-    assert counted.count == 0
+    counted.clear()
+    model(*x)
+    assert not counted
 
 
-def test_fewer_levels_checkpoint_fewer_blocks(monkeypatch):
-    model = build_autoencoder(settings_of())
-    counted, x = CountedCheckpoints(monkeypatch), torch.randn(1, 1, 8, 8, 8)
-    counts = []
+def test_fewer_levels_checkpoint_fewer_blocks(counted):
+    model, counts = build_autoencoder(settings_of()), []
     for levels in (1, 2, 3):
-        counted.count = 0
+        counted.clear()
         model.gradient_checkpointing_enable(levels=levels)
-        model(x)
-        counts.append(counted.count)
+        model(torch.randn(1, 1, 8, 8, 8))
+        counts.append(len(counted))
     assert counts[0] < counts[1] < counts[2]
     with pytest.raises(AssertionError, match="allowed: all, or 1 to 3"):
         model.gradient_checkpointing_enable(levels=4)
 
 
 @pytest.mark.parametrize("options", [{}, {"slab_rows": 4}, {"use_gradient_checkpointing_offload": True}], ids=str)
-def test_frozen_decoder_is_checkpointed_and_passes_gradients_to_the_latent_only(monkeypatch, options):
+def test_frozen_decoder_is_checkpointed_and_passes_gradients_to_the_latent_only(monkeypatch, counted, options):
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
     model = build_autoencoder(settings_of({"use_gradient_checkpointing": True, **options})).requires_grad_(False)
-    counted = CountedCheckpoints(monkeypatch)
     latent = torch.randn(1, 3, 3, 2, 2, requires_grad=True)
     model.decode(latent).square().sum().backward()
     assert latent.grad is not None
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert counted.count > 5
-
-
-def test_enable_and_disable_log_one_line_with_what_they_cover(caplog):
-    model = build_autoencoder(settings_of())
-    with caplog.at_level(logging.INFO, logger="models"):
-        model.gradient_checkpointing_enable(levels=2, offload=True, nested=True)
-        model.gradient_checkpointing_disable()
-    on, off = (record.getMessage() for record in caplog.records)
-    assert "2 of 3 levels" in on
-    assert "host memory" in on
-    assert "nested" in on
-    assert "off" in off
+    assert len(counted) > 5
 
 
 def test_builder_applies_the_memory_knobs_of_the_settings():
@@ -134,19 +128,6 @@ def test_builder_applies_the_memory_knobs_of_the_settings():
     assert isinstance(offloaded, LeanAutoencoder)
     assert offloaded.decoder.offload
     assert not offloaded.nested, "auto does not nest what is offloaded"
-
-
-@pytest.mark.parametrize("rows", [2, 4, 6])
-def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
-    monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    stock, lean = pair(settings_of({"slab_rows": rows}))
-    x = torch.randn(2, 1, 20, 8, 12)
-    with torch.inference_mode():
-        mean, sigma = stock.encode(x)
-        slab_mean, slab_sigma = lean.eval().encode(x)
-        torch.testing.assert_close(slab_mean, mean, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(slab_sigma, sigma, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lean.decode(mean), stock.decode(mean), rtol=1e-5, atol=1e-5)
 
 
 def test_inference_in_slabs_overwrites_nothing_that_was_given_to_it(monkeypatch):
@@ -192,3 +173,29 @@ def test_discriminator_returns_features_and_ends_with_logits():
     norms = {type(module).__name__ for module in build_discriminator(settings_of()).modules()}
     assert "InstanceNorm" in norms
     assert not any("BatchNorm" in name for name in norms)
+
+
+def test_strides_of_two_written_out_change_no_bit():
+    x = torch.randn(2, 2, 8, 8, 4)
+    found = []
+    for strides in (2, [[2, 2, 2], [2, 2, 2]]):
+        torch.manual_seed(0)
+        model = build_autoencoder(settings_of({"slab_rows": 2}, in_channels=2, strides=strides))
+        assert isinstance(model, LeanAutoencoder)
+        reconstruction, mean, _ = model(x, torch.zeros(2, 3, 2, 2, 1))
+        (reconstruction.sum() + mean.sum()).backward()
+        found.append((list(model.state_dict()), reconstruction, [p.grad for p in model.parameters()]))
+    (keys, first, gradients), (other_keys, second, other_gradients) = found
+    assert keys == other_keys
+    assert torch.equal(first, second)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_a_step_of_each_stage_trains(stage):
+    values = copy.deepcopy(TINY)
+    values["autoencoder"]["strides"] = [[2, 2, 1]] * (len(values["autoencoder"]["num_channels"]) - 1)
+    values["ldm"]["training"]["pixel_loss"] = {"weight": 0.1}
+    step = build_step(validate(values), stage)
+    result = step([step.example_batch(2)], 1)
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in result.values())

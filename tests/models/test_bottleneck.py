@@ -12,7 +12,7 @@ from monai.networks.layers.vector_quantizer import EMAQuantizer
 from models import bottleneck as bottleneck_module
 from models import build_autoencoder
 from models.bottleneck import CodeStatistics, VectorQuantiser, code_use
-from settings import ConfigError, Settings
+from settings import Settings
 
 CODES, CHANNELS, DECAY = 24, 3, 0.9
 FREE = torch.zeros(())
@@ -177,19 +177,3 @@ def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values):
         values = network.quantiser.embed(codes)
         assert torch.equal(network.decode(values), reconstruction)
         assert not torch.equal(values, latent)
-
-
-def test_a_gaussian_bottleneck_is_built_as_before(tiny_values):
-    network = build(tiny_values, "kl")
-    assert network.quantiser is None
-    assert not any("quantiser" in name for name in network.state_dict())
-    # The network around a quantiser has the same first weights, without the layer for sigma.
-    first = {name: tensor for name, tensor in network.state_dict().items() if "log_sigma" not in name}
-    around = {name: t for name, t in build(tiny_values, "vq").state_dict().items() if not name.startswith("quantiser.")}
-    torch.testing.assert_close(around, first, rtol=0, atol=0)
-
-
-def test_what_cannot_be_built_is_refused_in_one_sentence(tiny_values):
-    tiny_values["autoencoder"].update(bottleneck="vq", implementation="monai")
-    with pytest.raises(ConfigError, match="vq with implementation: monai"):
-        Settings.model_validate(tiny_values)

@@ -1,24 +1,43 @@
 """Every network under every memory knob has MONAI's gradients, in every dtype and with several volumes at once."""
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
-from models import LeanAutoencoder, build_autoencoder, build_discriminator
+from models import LeanAutoencoder, build_autoencoder, build_discriminator, build_unet
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining
 from settings.ldm import LdmTraining
 from settings.section import SAME
-from tests.models.autoencoders import stock_like
-from tests.models.gradients import DTYPES, Found, Problem, distances, run_backward, small_work_counts, standing_out
+from tests.models.autoencoders import plain_autoencoder, stock_like
+from tests.models.gradients import (
+    BATCHES,
+    DTYPES,
+    Found,
+    Problem,
+    channels_last,
+    distances,
+    run_backward,
+    small_work_counts,
+    standing_out,
+)
 from tests.models.problems import (
     AUTOENCODER_KNOBS,
     KNOBS,
+    OTHERS,
     UNET_KNOBS,
     autoencoder_settings,
     cases,
+    ldm_settings,
     ours,
     problem,
     run_autoencoder,
+    run_unet,
     stock_discriminator,
+    stock_unet,
+    unet_inputs,
     volumes,
     with_lively_weights,
 )
@@ -29,12 +48,43 @@ def test_gradients_are_as_close_to_the_truth_as_those_of_stock(network, knob, dt
     problem(network, batch).assert_as_close_as_stock(ours(network, KNOBS[network][knob]), dtype)
 
 
+CHANNELS_LAST_KNOBS = {
+    "autoencoder": ("lean", "slabs of 3", "thinnest slabs"),
+    "interpolating autoencoder": ("lean", "slabs of 4, nested, offloaded"),
+    "rows that stay": ("lean", "slabs of 3"),
+    "frozen decoder": ("lean", "slabs of 3"),
+    "U-Net with classes": ("lean", "checkpointed"),
+    "U-Net with resblock_updown": ("checkpointed",),
+    "discriminator": ("stock",),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("network", CHANNELS_LAST_KNOBS)
+def test_channels_last_has_the_gradients_of_stock(network, dtype):
+    # Two volumes, because torch convolves a single small one on the CPU by a kernel that knows one layout only.
+    for knob in CHANNELS_LAST_KNOBS[network]:
+        model: Any = ours(network, KNOBS[network][knob])
+        model.set_layout(torch.channels_last_3d)
+        problem(network, 2).assert_as_close_as_stock(model, dtype, arrange=channels_last)
+
+
+@pytest.mark.parametrize("network", ["autoencoder", *OTHERS])
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(network, rows):
+    plain, model = problem(network, 2), ours(network, {"slab_rows": rows}).eval().double()
+    model.load_state_dict(plain.stock.state_dict())
+    with small_work_counts(), torch.inference_mode():
+        x, noise = (part.double() for part in plain.inputs)
+        for mine, true in zip(run_autoencoder(model, x, noise), plain.truth.outputs, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+
+
 def test_discriminator_with_its_kinks_has_the_gradients_of_stock_in_double_precision():
     torch.manual_seed(0)
-    given = Problem(
-        with_lively_weights(stock_discriminator()), lambda network, x: network(x), [volumes(2, 2, 20, 16, 16)]
-    )
-    given.assert_as_close_as_stock(build_discriminator(autoencoder_settings({})), torch.float64)
+    stock = with_lively_weights(stock_discriminator())
+    with_kinks = Problem(stock, lambda network, x: network(x), [volumes(2, 2, 20, 16, 16)])
+    with_kinks.assert_as_close_as_stock(build_discriminator(autoencoder_settings({})), torch.float64)
 
 
 def test_every_knob_of_the_same_mathematics_is_among_them():
@@ -64,11 +114,14 @@ def test_one_wrong_gradient_among_many_is_noticed(network, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 13, 9, 10), (3, 2, 7, 11, 6)], ids=str)
-def test_encoder_has_the_gradients_of_stock_on_grids_that_no_level_divides(shape, dtype):
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((1, 2, 13, 9, 10), 2), ((3, 2, 7, 11, 6), 2), ((2, 2, 13, 9, 11), ((2, 2, 1), (2, 2, 2)))]
+)
+def test_encoder_has_the_gradients_of_stock_on_grids_that_no_level_divides(shape, strides, dtype):
     torch.manual_seed(0)
-    shape_of_network = {"num_channels": [8, 16, 16], "attention_levels": [False, False, True]}
-    stock = with_lively_weights(stock_like(autoencoder_settings({}, **shape_of_network)))
+    levels = {"num_channels": [8, 16, 16], "attention_levels": [False, False, True]}
+    shape_of_network = {**levels, "strides": strides}
+    stock = with_lively_weights(plain_autoencoder(autoencoder_settings({}, **shape_of_network)))
     encoder = Problem(stock, lambda network, x: network.encode(x), [volumes(*shape)])
     for rows in (0, 2, 4):
         lean = build_autoencoder(autoencoder_settings({"slab_rows": rows}, **shape_of_network))
@@ -90,21 +143,97 @@ def test_encoder_has_the_gradients_of_stock_on_grids_that_no_level_divides(shape
 def test_autoencoders_of_other_shapes_have_the_gradients_of_stock(shape, dtype):
     torch.manual_seed(0)
     shape = {"num_channels": [8, 16, 16], "attention_levels": [False, False, True], **shape}
-    settings = autoencoder_settings({"slab_rows": 4, "use_gradient_checkpointing": True}, **shape)
-    stock, x = with_lively_weights(stock_like(settings)), volumes(2, 2, 12, 8, 8)
+    chosen = autoencoder_settings({"slab_rows": 4, "use_gradient_checkpointing": True}, **shape)
+    stock, x = with_lively_weights(stock_like(chosen)), volumes(2, 2, 12, 8, 8)
     noise = torch.randn_like(stock.encode(x)[0])
-    Problem(stock, run_autoencoder, [x, noise]).assert_as_close_as_stock(build_autoencoder(settings), dtype)
+    Problem(stock, run_autoencoder, [x, noise]).assert_as_close_as_stock(build_autoencoder(chosen), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_knobs_that_only_recompute_change_no_bit(dtype):
-    given, model = problem("autoencoder", 2), ours("autoencoder", {})
+    plain, model = problem("autoencoder", 2), ours("autoencoder", {})
     assert isinstance(model, LeanAutoencoder)
-    model.load_state_dict(given.stock.state_dict())
-    expected = run_backward(model, given.run, given.inputs, dtype)
+    model.load_state_dict(plain.stock.state_dict())
+    expected = run_backward(model, plain.run, plain.inputs, dtype)
     for options in ({}, {"offload": True}, {"nested": True}, {"levels": 2}):
         model.gradient_checkpointing_enable(**options)
         with small_work_counts():
-            found = run_backward(model, given.run, given.inputs, dtype)
+            found = run_backward(model, plain.run, plain.inputs, dtype)
         for name, gradient in expected.gradients.items():
             assert torch.equal(found.gradients[name], gradient), (options, name)
+
+
+# The same examples in every run, so that a failure comes from the code; no shrinking, because the networks are small.
+examples = settings(
+    phases=[Phase.generate],
+    max_examples=12,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@st.composite
+def shapes(draw):
+    """Levels, channels in groups of one or many, and a grid that the levels divide, its quotients odd or even.
+
+    The lowest level has at least 16 voxels: a norm over a handful of values magnifies any rounding at random.
+    """
+    levels, groups = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 4, 8]))
+    channels = [groups * draw(st.integers(8 // groups, 16 // groups)) for _ in range(levels)]
+    attention = draw(st.lists(st.booleans(), min_size=levels, max_size=levels))
+    grid = tuple(2 ** (levels - 1) * draw(st.sampled_from(lowest)) for lowest in ([4, 5, 6], [2, 3], [2, 3]))
+    shape = {"num_channels": channels, "norm_num_groups": groups, "attention_levels": attention}
+    return {**shape, "num_res_blocks": 1}, grid
+
+
+@st.composite
+def autoencoder_knobs(draw, levels):
+    checkpointed, offloaded = draw(st.booleans()), draw(st.booleans())
+    nested = draw(st.sampled_from(["auto", False, True] if checkpointed or offloaded else ["auto", False]))
+    return {
+        "use_gradient_checkpointing": checkpointed,
+        "use_gradient_checkpointing_offload": offloaded,
+        "use_nested_checkpointing": nested,
+        "checkpoint_levels": draw(st.sampled_from(["all", *range(1, levels + 1)])),
+        "slab_rows": draw(st.sampled_from([0, 2, 3, 4, 5, 7, 64])),
+    }
+
+
+conditions = st.fixed_dictionaries(
+    {
+        "batch": st.sampled_from(BATCHES),
+        "cuda": st.booleans(),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@examples
+@given(st.data(), shapes(), conditions, st.integers(1, 3), st.booleans())
+def test_autoencoder_has_the_gradients_of_stock(data, shape, conditions, in_channels, middle):
+    network, grid = shape
+    network = {**network, "in_channels": in_channels, "use_nonlocal_attention": middle}
+    knobs = data.draw(autoencoder_knobs(len(network["num_channels"])))
+    torch.manual_seed(conditions["seed"])
+    lean = autoencoder_settings(knobs, **network)
+    stock, x = with_lively_weights(stock_like(lean)), volumes(conditions["batch"], in_channels, *grid)
+    noise = torch.randn(conditions["batch"], 3, *lean.latent_grid(grid))
+    random = Problem(stock, run_autoencoder, [x, noise], conditions["cuda"])
+    for dtype in DTYPES:
+        random.assert_as_close_as_stock(build_autoencoder(lean), dtype)
+
+
+@examples
+@given(shapes(), conditions, st.sampled_from([0, 2]), st.booleans(), st.booleans(), st.booleans())
+def test_unet_has_the_gradients_of_stock(shape, conditions, classes, resblock_updown, checkpointed, offloaded):
+    network, grid = shape
+    network = {**network, "num_head_channels": network["num_channels"], "resblock_updown": resblock_updown}
+    knobs = {"use_gradient_checkpointing": checkpointed, "use_gradient_checkpointing_offload": offloaded}
+    torch.manual_seed(conditions["seed"])
+    chosen = ldm_settings(knobs, classes, **network)
+    inputs = unet_inputs(conditions["batch"], grid, classes)
+    random = Problem(with_lively_weights(stock_unet(chosen)), run_unet, inputs, conditions["cuda"])
+    for dtype in DTYPES:
+        random.assert_as_close_as_stock(build_unet(chosen, latent_channels=3), dtype)

@@ -15,27 +15,7 @@ from memory.predict.step import build_step
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS, arranged, layout_of
 from settings import validate
 from tests.conftest import TINY
-from tests.models.gradients import DTYPES
-from tests.models.layouts import channels_last
-from tests.models.problems import ours, problem
-
-NETWORKS: dict[str, list[dict[str, Any]]] = {
-    "autoencoder": [{}, {"slab_rows": 3}, {"use_gradient_checkpointing": True, "slab_rows": 4}],
-    "frozen decoder": [{}, {"slab_rows": 3}],
-    "U-Net with classes": [{}, {"use_gradient_checkpointing": True}],
-    "U-Net with resblock_updown": [{}],
-    "discriminator": [{}],
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_channels_last_has_the_gradients_of_stock(network, dtype):
-    # Two volumes, because torch convolves a single small one on the CPU by a kernel that knows one layout only.
-    for knobs in NETWORKS[network]:
-        model: Any = ours(network, knobs)
-        model.set_layout(CHANNELS_LAST)
-        problem(network, 2).assert_as_close_as_stock(model, dtype, arrange=channels_last)
+from tests.models.problems import ours
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 4, 5), (1, 1, 1, 4, 1), (2, 3, 2, 1, 4), (2, 3, 1, 1, 1), (2, 1, 1, 1, 1)])

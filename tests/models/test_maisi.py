@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,73 +10,20 @@ import torch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 
 from models import build_autoencoder
-from models.exchange.weights import find_state, to_our_names
+from models.exchange import find_state, to_our_names
 from models.frozen_autoencoder import autoencoder_of, check_pretrained, latents_digest
-from models.lean.interpolation import Enlarged
-from models.lean.layout import CHANNELS_LAST
+from models.lean.resampling import Enlarged
 from settings import CheckpointError, stored, validate
 from tests.models.autoencoders import stock_like
-from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
-from tests.models.layouts import channels_last
-from tests.models.problems import AUTOENCODER_KNOBS, autoencoder_settings, run_autoencoder, volumes, with_lively_weights
+from tests.models.gradients import small_work_counts
+from tests.models.problems import autoencoder_settings, with_lively_weights
 from tests.support.tiny_config import TINY
 
 SHAPE = {"variant": "maisi", "num_channels": [8, 8, 16], "attention_levels": [False, False, True]}
-FEW = ("lean", "slabs of 4, nested, offloaded")
 
 
 def settings_of(knobs, **shape):
     return autoencoder_settings(knobs, **{**SHAPE, **shape})
-
-
-def interpolating(settings):
-    """Build a network with MAISI's decoder and MONAI's range, which is the plain network's."""
-    model = build_autoencoder(settings)
-    model.value_range = "symmetric"
-    return model
-
-
-@cache
-def problem(batch):
-    """MONAI's network whose upsampling is told to interpolate."""
-    torch.manual_seed(batch)
-    plain = with_lively_weights(stock_like(settings_of({})))
-    for block in plain.decoder.blocks:
-        if hasattr(block, "upsample_non_trainable"):
-            block.upsample_non_trainable = torch.nn.Upsample(scale_factor=2, mode="trilinear", align_corners=False)
-    return Problem(plain, run_autoencoder, [volumes(batch, 2, 12, 8, 4), torch.randn(batch, 3, 3, 2, 1)])
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpolating_decoders_have_the_gradients_of_a_plain_network(dtype, batch):
-    for knob in FEW:
-        problem(batch).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), dtype)
-
-
-@pytest.mark.parametrize("knob", AUTOENCODER_KNOBS)
-def test_every_memory_knob_has_the_gradients_of_a_plain_network(knob):
-    problem(2).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), torch.float64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channels_last_has_the_gradients_of_a_plain_network(dtype):
-    for knob in FEW:
-        model = interpolating(settings_of(AUTOENCODER_KNOBS[knob]))
-        model.set_layout(CHANNELS_LAST)
-        problem(3).assert_as_close_as_stock(model, dtype, arrange=channels_last)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 7])
-def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(rows):
-    given = problem(2)
-    model = interpolating(settings_of({"slab_rows": rows})).eval().double()
-    model.load_state_dict(given.stock.state_dict())
-    x, none = given.inputs[0].double(), torch.zeros(1)
-    with small_work_counts(), torch.inference_mode():
-        found, expected = (run_autoencoder(network, x, none) for network in (model, given.stock.double()))
-    for mine, true in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -151,17 +97,21 @@ def test_weights_of_another_library_are_told_apart():
         to_our_names(stock, "maisi", path)
 
 
-@pytest.mark.parametrize("value", ["monai_unit", "maisi"])
-def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_them(tmp_path, value):
-    plain = validate(copy.deepcopy(TINY))
-    other = copy.deepcopy(TINY)
-    other["autoencoder"]["variant"] = value
-    metadata = {"stage": "autoencoder", "settings": stored(validate(other))}
-    with pytest.raises(CheckpointError, match=r"autoencoder\.variant"):
+@pytest.mark.parametrize(
+    ("key", "value"), [("variant", "monai_unit"), ("variant", "maisi"), ("strides", [[2, 2, 1], [2, 2, 2]])]
+)
+def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_them(tmp_path, key, value):
+    tiny = copy.deepcopy(TINY)
+    tiny["autoencoder"] |= {"num_channels": [8, 8, 8], "attention_levels": [False] * 3}
+    plain = validate(copy.deepcopy(tiny))
+    tiny["autoencoder"][key] = value
+    other = validate(tiny)
+    metadata = {"stage": "autoencoder", "settings": stored(other)}
+    with pytest.raises(CheckpointError, match=rf"autoencoder\.{key}: "):
         autoencoder_of(plain, {}, metadata, tmp_path)
-    with pytest.raises(CheckpointError, match=r"pretrained .* has different settings:\n  autoencoder\.variant"):
+    with pytest.raises(CheckpointError, match=rf"trained with different settings:\n  autoencoder\.{key}"):
         check_pretrained(plain.autoencoder, metadata, tmp_path)
-    check_pretrained(validate(other).autoencoder, metadata, tmp_path)
+    check_pretrained(other.autoencoder, metadata, tmp_path)
 
 
 def test_latents_of_another_range_are_others():

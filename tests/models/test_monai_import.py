@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_extras_of_monai_are_left_out_and_can_be_imported_later(first):
     program = (
         f"import sys, {first}\n"
-        "from models.monai_import import EXTRAS\n"
+        "from models import EXTRAS\n"
         "own = {'pydicom', 'scipy', 'scipy.ndimage', 'PIL', 'requests'}\n"  # data/ imports them itself
         "print(sorted(set(EXTRAS) & set(sys.modules) - own))\n"
         "import tensorboard, scipy.signal, scipy.stats\n"

@@ -15,7 +15,7 @@ from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
 
 from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
-from models.exchange.licences import UNKNOWN, published
+from models.exchange import UNKNOWN, published
 from models.weight_files import load_texts, load_weights, save_weights
 from runtime.cli import run
 from scripts import export_checkpoint, import_checkpoint

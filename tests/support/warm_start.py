@@ -37,7 +37,7 @@ class WarmStart:
                 "evaluation.reconstructions",
                 "evaluation.samples",
                 "evaluation.report",
-                "models.exchange.weights",
+                "models.exchange",
             ]
         )
         # Killed processes leak their semaphores; silence the resource tracker's warning about that.

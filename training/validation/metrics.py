@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
+import models  # noqa: F401  # first: it keeps MONAI's import short
 
 # isort: split
 import numpy as np

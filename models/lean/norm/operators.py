@@ -19,11 +19,12 @@ from torch import Tensor
 from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import torch_kernels
-from models.lean.norm.affine import Norm
+from models.lean.norm.torch_kernels import Norm
 
 log = logging.getLogger(__name__)
 
 OLDEST_CAPABILITY = (7, 5)
+Kernel = Callable[..., Any]
 
 # `Library` rather than `custom_op`, whose wrappers add 40 microseconds to each call.
 _library = torch.library.Library("lean", "DEF")
@@ -73,20 +74,13 @@ def normalise(x: Tensor, norm: Norm, dtype: torch.dtype, rows_before: int = 0, r
     return torch.ops.lean.normalise.default(x, *norm, dtype, rows_before, rows_after)
 
 
-def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Return two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`. Two reads.
+def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
+    """Write two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`, into `sums`.
 
     The first sums the gradient before SiLU, the second its product with the standardised input. Summed over the batch,
-    they are the gradients of bias and weight.
-    """
-    return torch.ops.lean.norm_sums.default(grad, x, *norm)
-
-
-def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
-    """Write what `norm_sums` returns into `sums`, and the gradient that `norm_input_grad` needs into `out`.
-
-    In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision that would
-    be one more rounding, so the incoming gradient is kept as it is. Two reads, one write; `out` may be `grad` itself.
+    they are the gradients of bias and weight. `out`, which may be `grad` itself, gets the gradient that
+    `norm_input_grad` needs. In full precision that is the gradient before SiLU, so that SiLU is not computed again. In
+    low precision that would be one more rounding, so the incoming gradient is kept as it is. Two reads, one write.
     """
     torch.ops.lean.store_norm_sums.default(out, sums, grad, x, *norm)
 
@@ -190,9 +184,17 @@ def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
     return x.is_contiguous() and groups != x.shape[1]
 
 
-def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    _check(x)
-    return _backend(x).statistics(x, groups, eps)
+def _operator(schema: str, fake: Callable[..., Any] = lambda *tensors: None) -> Callable[[Kernel], Kernel]:
+    """Register a function as the kernel of an operator; `fake` returns tensors like its results, or nothing."""
+
+    def register(kernel: Kernel) -> Kernel:
+        name = _library.define(schema)
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, kernel, device)
+        torch.library.register_fake(f"lean::{name}", fake, lib=_library)
+        return kernel
+
+    return register
 
 
 def _fake_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -200,6 +202,13 @@ def _fake_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor
     return x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups), dtype=dtype)
 
 
+@_operator("statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)", _fake_statistics)
+def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    _check(x)
+    return _backend(x).statistics(x, groups, eps)
+
+
+@_operator("store_statistics(Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor x, float eps) -> ()")
 def _store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
     _check(x, out)
     _backend(x).store_statistics(out, mean, rstd, x, eps)
@@ -208,6 +217,14 @@ def _store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: f
 # The dispatcher passes the five fields of a `Norm` one by one.
 
 
+def _fake_normalise(x: Tensor, *values: Any) -> Tensor:
+    *_, dtype, rows_before, rows_after = values
+    return _empty_rows(x, dtype, rows_before + rows_after)
+
+
+@_operator(
+    f"normalise(Tensor x, {_NORM}, ScalarType dtype, int rows_before, int rows_after) -> Tensor", _fake_normalise
+)
 def _normalise(x: Tensor, *values: Any) -> Tensor:
     *fields, dtype, rows_before, rows_after = values
     _check(x)
@@ -216,35 +233,29 @@ def _normalise(x: Tensor, *values: Any) -> Tensor:
     return out
 
 
-def _fake_normalise(x: Tensor, *values: Any) -> Tensor:
-    *_, dtype, rows_before, rows_after = values
-    return _empty_rows(x, dtype, rows_before + rows_after)
-
-
-def _norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
-    _check(x, grad)
-    return _backend(x).norm_sums(grad, x, Norm(*fields))
-
-
-def _fake_norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
-    return x.new_empty((2, *x.shape[:2]), dtype=torch.promote_types(x.dtype, torch.float32))
-
-
+@_operator(f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}) -> ()")
 def _store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, *fields: Any) -> None:
     _check(x, out, grad)
     _backend(x).store_norm_sums(out, sums, grad, x, Norm(*fields), stores_before_silu(out))
 
 
+@_operator(f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, Tensor? plus) -> ()")
 def _norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, *values: Any) -> None:
     *fields, means, plus = values
     _check(x, out, grad, plus)
     _backend(x).norm_input_grad(out, grad, x, Norm(*fields), means, plus)
 
 
-def _fake_writing(*tensors: Any) -> None:
-    pass
+def _fake_group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    groups, eps, _, dtype, layout = values
+    return _empty_rows(x, dtype, 0, layout), *_fake_statistics(x, groups, eps)
 
 
+@_operator(
+    "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype, "
+    "MemoryFormat? layout) -> (Tensor, Tensor, Tensor)",
+    _fake_group_norm,
+)
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     groups, eps, silu, dtype, layout = values
     _check(x)
@@ -259,11 +270,13 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[
     return out, mean, rstd
 
 
-def _fake_group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    groups, eps, _, dtype, layout = values
-    return _empty_rows(x, dtype, 0, layout), *_fake_statistics(x, groups, eps)
+def _fake_group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_rows(x, x.dtype, 0), mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
+@_operator(
+    f"group_norm_backward(Tensor grad, Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)", _fake_group_norm_backward
+)
 def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     norm = Norm(*fields)
     _check(x, grad)
@@ -275,59 +288,12 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
         sums = backend.group_norm_backward(grad_x, grad, x, norm)
         grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
         return grad_x, grad_weight, grad_bias
-    if stores_before_silu(grad_x):
-        # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
-        sums = norm.mean.new_empty((2, *x.shape[:2]))
-        _store_norm_sums(grad_x, sums, grad, x, *norm)
+    # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
+    is_before_silu = stores_before_silu(grad_x)
+    sums = norm.mean.new_empty((2, *x.shape[:2]))
+    backend.store_norm_sums(grad_x if is_before_silu else None, sums, grad, x, norm, is_before_silu)
+    if is_before_silu:
         grad, norm = grad_x, norm._replace(silu=False)
-    else:
-        sums = _norm_sums(grad, x, *norm)
     means = group_means(sums, norm.weight, norm.groups, x.numel() // norm.mean.numel())
     _norm_input_grad(grad_x, grad, x, *norm, means, None)
     return grad_x, sums[1].sum(0), sums[0].sum(0)
-
-
-def _fake_group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_rows(x, x.dtype, 0), mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
-
-
-def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = _library.define(schema)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, kernel, device)
-    torch.library.register_fake(f"lean::{name}", fake, lib=_library)
-
-
-_register("statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)", _statistics, _fake_statistics)
-_register(
-    "store_statistics(Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor x, float eps) -> ()",
-    _store_statistics,
-    _fake_writing,
-)
-_register(
-    f"normalise(Tensor x, {_NORM}, ScalarType dtype, int rows_before, int rows_after) -> Tensor",
-    _normalise,
-    _fake_normalise,
-)
-_register(f"norm_sums(Tensor grad, Tensor x, {_NORM}) -> Tensor", _norm_sums, _fake_norm_sums)
-_register(
-    f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}) -> ()",
-    _store_norm_sums,
-    _fake_writing,
-)
-_register(
-    f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, Tensor? plus) -> ()",
-    _norm_input_grad,
-    _fake_writing,
-)
-_register(
-    "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype, "
-    "MemoryFormat? layout) -> (Tensor, Tensor, Tensor)",
-    _group_norm,
-    _fake_group_norm,
-)
-_register(
-    f"group_norm_backward(Tensor grad, Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
-    _group_norm_backward,
-    _fake_group_norm_backward,
-)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 
 from models.lean import native
 from models.lean.layout import CHANNELS_LAST, layout_of
-from models.lean.norm.affine import Norm
 from runtime.observer import memory_observer
 
 CPU_PIECE_VALUES = 2**16
@@ -23,6 +23,24 @@ CPU_PIECE_VALUES = 2**16
 
 PIECES_OF_A_GPU = 32
 """A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
+
+
+class Norm(NamedTuple):
+    """A norm whose statistics are known.
+
+    Mean and 1 / sqrt(variance + eps) of each group, (batch, groups); weight and bias; whether SiLU follows.
+    """
+
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor
+    bias: Tensor
+    silu: bool
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of channels."""
+        return self.mean.shape[1]
 
 
 def group_norm(
@@ -176,15 +194,11 @@ def normalise(out: Tensor, x: Tensor, norm: Norm, rows_before: int) -> None:
             target.copy_(values)
 
 
-def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Return the sums of the gradient before SiLU and of its product with the standardised input."""
-    sums = norm.mean.new_empty((2, *x.shape[:2]))
-    store_norm_sums(None, sums, grad, x, norm, False)
-    return sums
-
-
 def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> None:
-    """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out` if given."""
+    """Write the sums of the gradient before SiLU and of its product with the standardised input into `sums`.
+
+    The gradient itself, before or after SiLU, goes into `out`, if given.
+    """
     targets = [] if out is None else [out]
     channels, line = x.shape[1], _line(x, grad, *targets)
     x, grad, *targets = (_fold(volume, line) for volume in (x, grad, *targets))

@@ -13,7 +13,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
-from models.lean.norm.affine import Norm
+from models.lean.norm.torch_kernels import Norm
 from models.lean.norm.triton_kernels import (
     combine_kernel,
     group_means_kernel,
@@ -241,7 +241,7 @@ def _group_norm_launches(
     """Return the kernel that does it all, or None if the volume needs those of statistics and of their use."""
     if not is_small(shape, groups):
         statistics = _statistics_launches(shape, stride, None, groups, eps, kinds[:2])
-        return None, statistics, _normalise_launch(shape, stride, shape, stride_out, 0, groups, silu, kinds)
+        return None, statistics, _normalise_launch((shape,) * 2, (stride, stride_out), 0, groups, silu, kinds)
     (batch, channels), voxels = shape[:2], shape[2:].numel()
     launch = _Launch(
         group_norm_kernel, batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
@@ -286,17 +286,14 @@ def _group_norm_backward_launches(
             *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
             *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
         )  # fmt: skip
-    num_chunks, summing = _sums_launch(shape, stride, stride_grad, None, groups, silu, False, kinds)
+    num_chunks, summing = _sums_launch(shape, (stride_grad, stride), None, groups, silu, False, kinds)
     num_parts = 1 if num_chunks > MOST_PARTS else num_chunks
-    combine = _group_means_launch(batch, channels, num_parts, groups, voxels, kinds)
-    writing = _input_grad_launch(shape, stride, stride_grad, stride_grad, stride_out, groups, silu, False, kinds)
+    block = min(triton.next_power_of_2(num_parts), COMBINE_BLOCK)
+    combine = _Launch(
+        group_means_kernel, batch * groups, channels, groups, voxels, num_parts, batch * channels, block
+    )  # fmt: skip
+    writing = _input_grad_launch(shape, (stride_grad, stride, stride_grad, stride_out), groups, silu, False, kinds)
     return num_chunks, summing, combine, writing
-
-
-@_cached
-def _group_means_launch(batch: int, channels: int, num_chunks: int, groups: int, voxels: int, kinds: Any) -> _Launch:
-    block = min(triton.next_power_of_2(num_chunks), COMBINE_BLOCK)
-    return _Launch(group_means_kernel, batch * groups, channels, groups, voxels, num_chunks, batch * channels, block)
 
 
 def _blocks(size: int, voxels: int) -> tuple[int, int]:
@@ -308,22 +305,17 @@ def _blocks(size: int, voxels: int) -> tuple[int, int]:
 def normalise(out: Tensor, x: Tensor, norm: Norm, rows_before: int) -> None:
     """Write the rows of `x`, after norm and optional SiLU, into `out`, and zeros into the rows around them."""
     x = _readable(x)
-    kinds = _kinds(x, out, norm.weight)
-    launch = _normalise_launch(x.shape, x.stride(), out.shape, out.stride(), rows_before, norm.groups, norm.silu, kinds)
-    launch(x, out, *_dense(*norm.tensors))
+    shapes, strides, kinds = (x.shape, out.shape), (x.stride(), out.stride()), _kinds(x, out, norm.weight)
+    launch = _normalise_launch(shapes, strides, rows_before, norm.groups, norm.silu, kinds)
+    launch(x, out, *_dense(*norm[:4]))
 
 
 @_cached
 def _normalise_launch(
-    shape: torch.Size,
-    stride: Stride,
-    shape_out: torch.Size,
-    stride_out: Stride,
-    rows_before: int,
-    groups: int,
-    silu: bool,
-    kinds: Any,
+    shapes: tuple[torch.Size, ...], strides: tuple[Stride, ...], rows_before: int, groups: int, silu: bool, kinds: Any
 ) -> _Launch:
+    """Return the kernel for the shapes and strides of x and of `out`."""
+    (shape, shape_out), (stride, stride_out) = shapes, strides
     voxels, out_voxels = shape[2:].numel(), shape_out[2:].numel()
     programs, num_chunks, *block = _tiles(shape, stride, out_voxels)
     volumes = _volume(shape, stride), _volume(shape_out, stride_out)
@@ -333,43 +325,32 @@ def _normalise_launch(
     )  # fmt: skip
 
 
-def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Return the sums of the gradient before SiLU and of its product with the standardised input."""
-    return _parts_of_sums(None, grad, x, norm, False).sum(3)
+def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> None:
+    """Write the sums of the gradient before SiLU and of its product with the standardised input into `sums`.
 
-
-def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> None:
-    """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out`."""
-    torch.sum(_parts_of_sums(out, grad, x, norm, before_silu), 3, out=sums)
-
-
-def _parts_of_sums(out: Tensor | None, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> Tensor:
-    """Return the sums over each chunk of voxels, (2, batch, channels, chunks)."""
+    The gradient itself, before or after SiLU, goes into `out`, if given.
+    """
     x, grad = _readable(x), _readable(grad)
     target = grad if out is None else out
-    stride_out = None if out is None else out.stride()
-    num_chunks, launch = _sums_launch(
-        x.shape, x.stride(), grad.stride(), stride_out, norm.groups, norm.silu, before_silu,
-        _kinds(x, grad, target, norm.weight),
-    )  # fmt: skip
+    stride_out, kinds = None if out is None else out.stride(), _kinds(x, grad, target, norm.weight)
+    strides, options = (grad.stride(), x.stride()), (norm.silu, before_silu, kinds)
+    num_chunks, launch = _sums_launch(x.shape, strides, stride_out, norm.groups, *options)
     parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
-    launch(grad, x, target, parts, *_dense(*norm.tensors))
-    return parts
+    launch(grad, x, target, parts, *_dense(*norm[:4]))
+    torch.sum(parts, 3, out=sums)
 
 
 @_cached
 def _sums_launch(
-    shape: torch.Size,
-    stride: Stride,
-    stride_grad: Stride,
-    stride_out: Stride | None,
-    groups: int,
-    silu: bool,
-    before_silu: bool,
-    kinds: Any,
+    shape: torch.Size, strides: tuple[Stride, ...], stride_out: Stride | None, groups: int, *options: Any
 ) -> tuple[int, _Launch]:
+    """Return the number of chunks and the kernel, for the strides of the gradient and of x.
+
+    `options`: whether SiLU follows, whether the gradient before it is stored, and `_kinds`.
+    """
+    silu, before_silu, _ = options
     batch, channels = shape[:2]
-    voxels = shape[2:].numel()
+    voxels, (stride_grad, stride) = shape[2:].numel(), strides
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
     volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
     return num_chunks, _Launch(
@@ -382,28 +363,19 @@ def norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, norm: Norm, group_mean
     """Write the gradient of `x`, and `plus` added to it, into `out`, which may be `grad` or `plus` itself."""
     x, grad = _readable(x), _readable(grad)
     added = grad if plus is None else _readable(plus)
-    launch = _input_grad_launch(
-        x.shape, x.stride(), grad.stride(), added.stride(), out.stride(), norm.groups, norm.silu, plus is not None,
-        _kinds(x, grad, added, out, norm.weight),
-    )  # fmt: skip
-    launch(grad, x, added, out, *_dense(*norm.tensors, group_means))
+    strides, kinds = (grad.stride(), x.stride(), added.stride(), out.stride()), _kinds(x, grad, added, out, norm.weight)
+    launch = _input_grad_launch(x.shape, strides, norm.groups, norm.silu, plus is not None, kinds)
+    launch(grad, x, added, out, *_dense(*norm[:4], group_means))
 
 
 @_cached
 def _input_grad_launch(
-    shape: torch.Size,
-    stride: Stride,
-    stride_grad: Stride,
-    stride_plus: Stride,
-    stride_out: Stride,
-    groups: int,
-    silu: bool,
-    has_plus: bool,
-    kinds: Any,
+    shape: torch.Size, strides: tuple[Stride, ...], groups: int, silu: bool, has_plus: bool, kinds: Any
 ) -> _Launch:
+    """Return the kernel for the strides of the gradient, of x, of what is added, and of `out`."""
     voxels = shape[2:].numel()
-    programs, num_chunks, *block = _tiles(shape, stride, voxels)
-    volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_plus, stride_out)]
+    programs, num_chunks, *block = _tiles(shape, strides[1], voxels)
+    volumes = [_volume(shape, each) for each in strides]
     return _Launch(
         input_grad_kernel, programs, shape[1], groups, voxels, num_chunks, shape[0], *chain(*volumes), silu, has_plus,
         _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,

@@ -6,7 +6,7 @@ from torch import nn
 
 from memory.predict.emulation import measure_peak
 from models.lean.norm import operators
-from models.lean.norm.affine import Norm
+from models.lean.norm.torch_kernels import Norm
 
 aten = torch.ops.aten
 KIB = 1024

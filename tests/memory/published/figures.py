@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import models  # noqa: F401  # first: it keeps MONAI's import short
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
-from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
 from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
 
 OLD_CUDNN = 8902

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+import models  # noqa: F401  # first: it keeps MONAI's import short
 from memory.kernels.gpus import check_gpu
 from memory.kernels.timing import WorkPart, predicted_seconds
 from memory.predict.emulation import emulated, tracked
 from memory.predict.records import work_parts
 from memory.predict.tracker import MemoryTracker
-from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
 from tests.memory.published.figures import built_in_half
 from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
 from tests.memory.published.unets import CUBE, NnUnet, Size, dice_and_entropy, nnunet_loss, nvidia_unet

@@ -152,18 +152,6 @@ def _squares(module, x):
         return module(x).square().sum()
 
 
-def test_other_tensors_are_kept_as_they_are_beside_a_recomputed_volume():
-    x, factor = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-    volume = x * 1
-    with recomputed(volume, nn.Identity(), x):
-        product = volume * factor
-    product.sum().backward()
-    assert x.grad is not None
-    assert factor.grad is not None
-    assert torch.equal(x.grad, factor.detach())
-    assert torch.equal(factor.grad, x.detach())
-
-
 def test_nothing_is_left_of_attention_that_a_checkpoint_around_it_computed_again():
     stock = SpatialAttentionBlock(3, 16, num_head_channels=8, norm_num_groups=4, use_flash_attention=True)
     block = AttentionBlock(stock)

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.lean.layout import layout_of
-from models.lean.resampling import UpsampledRows, add_upsampled, downsample_conv, halved, upsample_conv
-from tests.models import strided
-from tests.models.layouts import channels_last
+from models.lean.resampling import downsample_conv, upsample_conv, upsampled_rows
+from models.unet import add_upsampled, halved
+from tests.models import autoencoders
+from tests.models.gradients import channels_last
 
 SIZES = [(2, 3, 4), (5, 2, 3), (3, 5, 7), (4, 4, 1)]
 
@@ -19,11 +20,11 @@ STRIDES = [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1), (1, 1, 2)]
 
 
 def upsampled(x, conv, strides=(2, 2, 2)):
-    return strided.upsampled(x, conv.weight, conv.bias, strides)
+    return autoencoders.upsampled(x, conv.weight, conv.bias, strides)
 
 
 def downsampled(x, conv, strides=(2, 2, 2)):
-    return strided.downsampled(x, conv.weight, conv.bias, strides)
+    return autoencoders.downsampled(x, conv.weight, conv.bias, strides)
 
 
 def layer(dtype=torch.float64):
@@ -67,7 +68,7 @@ def test_lower_precisions_are_as_close_to_the_truth_as_two_operators(ours, stock
 def test_taps_are_added_before_they_are_rounded():
     weight = torch.zeros(1, 1, 3, 3, 3)
     weight[0, 0, 1, 1, 1], weight[0, 0, 1, 1, 2] = 1 + 2**-8, 2**-8
-    rows = UpsampledRows(torch.ones(2, 1, 2, 2, 2), weight, torch.zeros(1), (2, 2, 2), torch.bfloat16)
+    rows = upsampled_rows(torch.ones(2, 1, 2, 2, 2), weight, torch.zeros(1), (2, 2, 2), torch.bfloat16)
     # 1 + 2^-8 alone is rounded to 1, and so is its sum with the other tap; before rounding the sum is 1 + 2^-7.
     assert float(rows.rows(0, 4)[0, 0, 1, 1, 2]) == 1 + 2**-7
 
@@ -77,7 +78,7 @@ def test_taps_are_added_before_they_are_rounded():
 @pytest.mark.parametrize("strides", STRIDES[:3], ids=str)
 def test_rows_on_demand_are_those_of_the_whole(start, end, strides):
     conv, x = layer(), torch.randn(2, 6, 10 // strides[0], 3, 2, dtype=torch.float64)
-    rows = UpsampledRows(x, conv.weight, conv.bias, strides, x.dtype).rows(start, end)
+    rows = upsampled_rows(x, conv.weight, conv.bias, strides, x.dtype).rows(start, end)
     torch.testing.assert_close(rows, upsampled(x, conv, strides)[:, :, start:end], rtol=0, atol=1e-13)
 
 

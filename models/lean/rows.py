@@ -1,30 +1,197 @@
-"""Volumes in host memory, whose rows pass through the device: what they take, and how they are copied.
+"""Volumes that are read a slab at a time, that is, some rows along the first spatial axis: on the device, computed, or
+in host memory.
 
-On CUDA all copies run on a stream of their own, one after the other, beside the computation: rows that will be read
-next are on their way while the current ones are computed, and rows that were written leave while the next ones are
-computed. No copy makes the host wait.
+After its statistics are known, a norm, SiLU and a convolution need only a slab and a halo of one row on each side. On
+CUDA all copies from and to host memory run on a stream of their own, one after the other, beside the computation: rows
+that will be read next are on their way while the current ones are computed, and rows that were written leave while the
+next ones are computed. No copy makes the host wait. Tensors are (batch, channels, rows, height, width).
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from models.lean.slabs import RowSource, Volume, empty, layout_of_volume, volume_bytes
+from models.lean import native
+from models.lean.layout import layout_of
+from models.lean.norm.operators import group_means, norm_input_grad, normalise, store_norm_sums, stores_before_silu
+from models.lean.norm.torch_kernels import Norm
 from runtime.observer import memory_observer
 from settings import UserError
 
 GIB = 1 << 30
 
 
-def host_bytes(nbytes: int, is_pinned: bool) -> int:
-    """Return what so many bytes take in host memory; torch pins powers of two."""
-    return 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
+class RowSource(ABC):
+    """A volume that is no tensor; stands in for one where only rows are read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.memory_format
+
+    def __init__(self, like: Volume, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> None:
+        self.shape = torch.Size(like.shape if shape is None else shape)
+        self.dtype, self.device, self.layout = dtype or like.dtype, like.device, layout_of_volume(like)
+
+    @abstractmethod
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`, which must lie inside the volume."""
+
+
+Volume = Tensor | RowSource
+
+
+class ComputedRows(RowSource):
+    """Rows that a function of their start and end computes whenever they are read."""
+
+    def __init__(
+        self,
+        like: Volume,
+        compute: Callable[[int, int], Tensor],
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(like, dtype, shape)
+        self._compute = compute
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Compute the rows from `start` to `end`."""
+        return self._compute(start, end)
+
+
+def read(x: Volume, start: int, end: int) -> Tensor:
+    """Return the rows from `start` to `end` of `x`; of a tensor, a view."""
+    return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
+
+
+def write(volume: Volume, start: int, rows: Tensor) -> None:
+    """Write rows of a volume, on the device or on the host, the first of them to row `start`."""
+    if isinstance(volume, Tensor):
+        volume[:, :, start : start + rows.shape[2]] = rows
+    else:
+        assert isinstance(volume, HostVolume), "rows that are computed on demand have no place"
+        volume.write(start, rows.to(volume.dtype))
+
+
+def rows_of(x: Volume, start: int, end: int) -> Tensor:
+    """Return the rows from `start` to `end` as a dense tensor, with zeros outside `x`.
+
+    With channels last, rows of a single volume are already dense and are not copied.
+    """
+    inside = read(x, max(start, 0), min(end, x.shape[2]))
+    if start < 0 or end > x.shape[2]:
+        inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
+    return inside.contiguous(memory_format=layout_of(inside))
+
+
+def volume_bytes(x: Volume) -> int:
+    """Return the bytes of a whole volume."""
+    return x.shape.numel() * x.dtype.itemsize
+
+
+def layout_of_volume(x: Volume) -> torch.memory_format:
+    """Return the layout of a volume or of its rows."""
+    return layout_of(x) if isinstance(x, Tensor) else x.layout
+
+
+def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None, rows: int | None = None) -> Tensor:
+    """Return an uninitialised volume on the grid and in the layout of `x`, or some rows of one."""
+    batch, own_channels, own_rows, *plane = x.shape
+    shape = (batch, channels or own_channels, rows or own_rows, *plane)
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout_of_volume(x))
+
+
+def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve rows that include a halo of one row on each side."""
+    return F.conv3d(haloed, weight, bias, padding=(0, 1, 1))
+
+
+def convolve_backward(
+    grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the input's rows and, from these rows, of the weight.
+
+    The gradient of the output includes a halo of one row on each side. For the rows without halo it is the gradient of
+    a convolution padded by two, so one call gives both results exactly and no row is computed twice.
+    """
+    return native.convolution_backward(grad_haloed, x, weight, needs, padding=(2, 1, 1))
+
+
+def bias_grad(grad: Tensor) -> Tensor:
+    """Return the gradient of a convolution's bias in full precision."""
+    return grad.sum((0, 2, 3, 4), dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
+class NormedRows:
+    """The rows of `x` after a norm and perhaps SiLU, and the backward pass from their gradient to that of `x`.
+
+    Backward visits each row twice. `absorb` adds the row's gradient to the sums and stores what is to be kept of it;
+    after `finish`, `input_grad` turns what was kept into the gradient of `x`.
+    """
+
+    def __init__(self, x: Volume, norm: Norm, dtype: torch.dtype) -> None:
+        self.x, self.norm, self.dtype = x, norm, dtype
+        self._sums: list[Tensor] = []
+        self._group_means: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`; rows outside the volume are zero, as in a padded convolution."""
+        first, last = max(start, 0), min(end, self.x.shape[2])
+        return normalise(read(self.x, first, last), self.norm, self.dtype, first - start, end - last)
+
+    def absorb(self, grad: Tensor, start: int, end: int, kept: Volume | None = None) -> None:
+        """Add the gradient of `rows(start, end)` to the sums and keep what `input_grad` needs of it.
+
+        It goes into the tensor `kept`, or into `grad` itself and from there into another kind of volume.
+        """
+        x = read(self.x, start, end)
+        sums = self.norm.mean.new_empty((2, *x.shape[:2]))
+        store_norm_sums(kept[:, :, start:end] if isinstance(kept, Tensor) else grad, sums, grad, x, self.norm)
+        self._sums.append(sums)
+        if isinstance(kept, RowSource):
+            write(kept, start, grad)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Close the sums and return the gradients of weight and bias."""
+        assert self._sums, "finish needs the sums: call absorb for every slab first"
+        count = self.x.shape.numel() // self.norm.mean.numel()
+        sums = torch.stack(self._sums).sum(0)
+        self._group_means = group_means(sums, self.norm.weight, self.norm.groups, count)
+        grad_bias, grad_weight = sums.sum(1)
+        return grad_weight, grad_bias
+
+    def input_grad(
+        self, kept: Tensor, start: int, end: int, plus: Tensor | None = None, is_absorbed: bool = True
+    ) -> None:
+        """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it.
+
+        Rows that are not absorbed are what `absorb` takes.
+        """
+        assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
+        is_before_silu = is_absorbed and stores_before_silu(kept)
+        norm = self.norm._replace(silu=self.norm.silu and not is_before_silu)
+        norm_input_grad(kept, kept, read(self.x, start, end), norm, self._group_means, plus)
+
+
+def convolved_rows(source: NormedRows | Volume, weight: Tensor, bias: Tensor) -> ComputedRows:
+    """Return a 3x3x3 convolution of a volume, or of its normed rows, as rows computed on demand."""
+
+    def compute(start: int, end: int) -> Tensor:
+        if isinstance(source, NormedRows):
+            return convolve(source.rows(start - 1, end + 1), weight, bias)
+        with torch.autocast(weight.device.type, enabled=False):
+            return convolve(rows_of(source, start - 1, end + 1).to(weight.dtype), weight, bias)
+
+    x = source.x if isinstance(source, NormedRows) else source
+    return ComputedRows(x, compute, weight.dtype, (x.shape[0], weight.shape[0], *x.shape[2:]))
 
 
 class Copies:
@@ -49,17 +216,17 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    def leave(self, target: Tensor, source: Tensor, owner: Tensor) -> None:
+    def leave(self, target: Tensor, source: Tensor, owner: Tensor) -> torch.Event | None:
         """Start a copy to the host of rows of `owner`, whose memory is kept until the next one leaves."""
         copied = self.start(target, source, owner.device)
         self.finish()
         self._leaving = (owner, copied)
+        return copied
 
     def finish(self) -> None:
         """Let go of what left last, once it has been copied."""
         if self._leaving is not None:
-            owner, copied = self._leaving
-            arrive(owner, copied)
+            arrive(*self._leaving)
             self._leaving = None
 
 
@@ -74,6 +241,11 @@ class HostMemoryError(UserError):
     """A volume needs more host memory than there is."""
 
     exit_code = 3
+
+
+def host_bytes(nbytes: int, is_pinned: bool) -> int:
+    """Return what so many bytes take in host memory; torch pins powers of two."""
+    return 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
 
 
 class HostSpace:
@@ -144,8 +316,8 @@ class HostVolume(RowSource):
     """
 
     def __init__(self, like: Volume, copies: Copies | None = None, memory: Tensor | None = None) -> None:
+        super().__init__(like)
         batch, channels, rows, *plane = like.shape
-        self.shape, self.dtype, self.device, self.layout = like.shape, like.dtype, like.device, layout_of_volume(like)
         self.statistics: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
         self._copies = copies or Copies()
         if memory is None:
@@ -177,8 +349,8 @@ class ReadAhead(RowSource):
     """
 
     def __init__(self, volume: HostVolume, length: int) -> None:
+        super().__init__(volume)
         self._volume, self._length = volume, length
-        self.shape, self.dtype, self.device, self.layout = volume.shape, volume.dtype, volume.device, volume.layout
         self._next: tuple[int, int] | None = None
         self._coming: tuple[Tensor, torch.Event | None] | None = None
 
@@ -197,8 +369,8 @@ class Remembered(RowSource):
     """The rows of another volume, of which the last ones asked for are kept, so that no halo is computed twice."""
 
     def __init__(self, source: RowSource) -> None:
+        super().__init__(source)
         self._source = source
-        self.shape, self.dtype, self.device, self.layout = source.shape, source.dtype, source.device, source.layout
         self._start = self._end = 0
         self._kept: Tensor | None = None
 
@@ -210,7 +382,7 @@ class Remembered(RowSource):
             before, known = self._kept[:, :, start - self._start :], self._end - start
             self._kept = empty(self, rows=end - start)
             self._kept[:, :, :known] = before
-            self._source.fill(self._kept[:, :, known:], self._end, end)
+            self._kept[:, :, known:].copy_(self._source.rows(self._end, end))
             self._start, self._end = start, end
         return self._kept[:, :, start - self._start : end - self._start]
 

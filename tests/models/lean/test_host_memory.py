@@ -1,4 +1,4 @@
-"""Levels whose volumes lie in host memory: the gradients of the same network on the device, in a fraction of it."""
+"""Volumes in host memory: coded as whole ones are, trained with the gradients of the device, in a fraction of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from memory.predict.emulation import measure_peak
 from models import build_autoencoder
-from models.host_memory import announce_offloaded, offloaded_bytes
-from models.lean.host_volumes import HostMemoryError
+from models.autoencoder import announce_offloaded, offloaded_bytes
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
+from models.lean.rows import HostMemoryError, HostSpace, HostVolume, ReadAhead, Remembered
 from runtime.observer import MemoryObserver, observed_by
 from runtime.placement import move
 from runtime.precision import Precision
@@ -23,7 +23,17 @@ from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
 from training.ldm_step import PixelLoss
 
-MIB = 1 << 20
+PLENTY = 1 << 40
+SHAPES = st.fixed_dictionaries(
+    {
+        "variant": st.sampled_from(["monai", "maisi"]),
+        "strides": st.sampled_from([2, [[1, 2, 2], [2, 2, 2]], [[2, 1, 2], [1, 2, 2]]]),
+        "num_res_blocks": st.sampled_from([1, [2, 1, 0], [0, 2, 1], [1, 0, 1]]),
+        "attention_levels": st.sampled_from([[False] * 3, [False, False, True]]),
+        "bottleneck": st.sampled_from(["kl", "vq"]),
+    }
+)
+LAYOUTS = st.sampled_from([CONTIGUOUS, CHANNELS_LAST])
 
 
 def network(**shape: Any) -> Any:
@@ -52,14 +62,95 @@ def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int
     return torch.randn(batch, 1, *grid, generator=draw), torch.randn(batch, 3, *latent_grid, generator=draw)
 
 
+def passed(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Encode and decode; the latent that is decoded does not depend on how the volume was encoded."""
+    latent = torch.randn(model.encode(x)[0].shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+    return *model.encode(x), model.decode(latent)
+
+
+def in_both_ways(model: Any, x: Tensor, rows: int, levels: int, host: HostSpace) -> list[tuple[Tensor, ...]]:
+    results = []
+    with small_work_counts(), torch.no_grad():
+        for arguments in ((0,), (rows, levels, host)):
+            model.set_slab_rows(*arguments)
+            results.append(passed(model, x))
+    return results
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=SHAPES,
+    layout=LAYOUTS,
+    batch=st.integers(1, 2),
+    grid=st.tuples(*[st.sampled_from([8, 12, 20])] * 3),
+    rows=st.integers(2, 9),
+    levels=st.integers(1, 3),
+    above=st.sampled_from([0, 1 << 13, 1 << 15, 1 << 17]),
+    free=st.sampled_from([0, 1 << 16, 1 << 17, 1 << 18, PLENTY]),
+)
+def test_volumes_on_the_host_are_those_of_the_device(shape, layout, batch, grid, rows, levels, above, free):
+    model = network(**shape).eval().double()
+    model.set_layout(layout)
+    x = torch.randn(batch, 1, *grid, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    host = HostSpace(above, free)
+    for expected, found in zip(*in_both_ways(model, x, rows, levels, host), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert host.free == free, "what was taken is free again"
+
+
+@pytest.mark.parametrize("free", [0, 1 << 16, PLENTY])
+def test_low_precision_on_the_host_errs_as_the_device_does(free):
+    model, x = network(variant="maisi").eval(), torch.randn(1, 1, 16, 12, 8)
+    exact, _ = in_both_ways(model.double(), x.double(), 2, 3, HostSpace(0, free))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, streamed = in_both_ways(model.float(), x, 3, 3, HostSpace(0, free))
+    for true, one, other in zip(exact, whole, streamed, strict=True):
+        error, mine = (float((part.double() - true).norm()) for part in (one, other))
+        assert mine <= 1.5 * error + 1e-9
+
+
+def test_no_volume_above_the_limit_is_on_the_device(monkeypatch):
+    model, x = network().eval(), torch.randn(1, 1, 32, 16, 16)
+    made: list[int] = []
+    original = HostVolume.__init__
+
+    def noted(self: HostVolume, *arguments: Any) -> None:
+        original(self, *arguments)
+        made.append(self._rows.numel())
+
+    monkeypatch.setattr(HostVolume, "__init__", noted)
+    in_both_ways(model, x, 4, 3, HostSpace(1 << 14, PLENTY))
+    assert max(made) == 16 * 32 * 16 * 16, "the upsampled volume with the channels of the level below"
+    assert min(made) * 4 > 1 << 14
+
+
+class Counted(HostVolume):
+    """Counts the rows that are read."""
+
+    count = 0
+
+    def start_reading(self, start: int, end: int) -> Any:
+        self.count += end - start
+        return super().start_reading(start, end)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_remembered_rows_are_read_once(ahead):
+    values = torch.randn(1, 3, 17, 4, 5)
+    volume = Counted(values)
+    volume.write(0, values)
+    remembered = Remembered(ReadAhead(volume, 4) if ahead else volume)
+    for start in range(0, 17, 4):
+        first, last = max(start - 2, 0), min(start + 6, 17)
+        assert torch.equal(remembered.rows(first, last), values[:, :, first:last])
+        assert torch.equal(remembered.rows(start, min(start + 4, 17)), values[:, :, start : start + 4])
+    assert volume.count == 17
+
+
 @settings(max_examples=20, deadline=None)
 @given(
-    variant=st.sampled_from(["monai", "maisi"]),
-    strides=st.sampled_from([2, [[1, 2, 2], [2, 2, 2]], [[2, 1, 2], [1, 2, 2]]]),
-    blocks=st.sampled_from([1, [2, 1, 0], [0, 2, 1], [1, 0, 1]]),
-    attention=st.booleans(),
-    bottleneck=st.sampled_from(["kl", "vq"]),
-    layout=st.sampled_from([CONTIGUOUS, CHANNELS_LAST]),
+    shape=SHAPES,
+    layout=LAYOUTS,
     batch=st.integers(1, 2),
     grid=st.tuples(*[st.sampled_from([8, 9, 11, 12])] * 3),
     latent_grid=st.tuples(*[st.integers(2, 4)] * 3),
@@ -68,24 +159,18 @@ def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int
     nested=st.booleans(),
     frozen=st.sampled_from(["nothing", "encoder", "all"]),
 )
-def test_gradients_are_those_of_the_device(
-    variant, strides, blocks, attention, bottleneck, layout, batch, grid, latent_grid, rows, levels, nested, frozen
-):
-    model = network(
-        variant=variant,
-        strides=strides,
-        num_res_blocks=blocks,
-        attention_levels=[False, False, attention],
-        bottleneck=bottleneck,
-    ).double()
-    model.set_layout(layout)
+def test_gradients_are_those_of_the_device(shape, layout, batch, grid, latent_grid, rows, levels, nested, frozen):
+    model = network(**shape).double()
     if frozen == "all":
         model.requires_grad_(False)
     elif frozen == "encoder":
         model.freeze_encoder()
     x, latent = (part.double() for part in inputs(model, batch, grid, latent_grid))
+    model.set_layout(layout)
     expected = gradients(model, x, latent)
+    model.set_layout(CONTIGUOUS)
     model.offload_levels(levels, rows, nested)
+    model.set_layout(layout)  # gives the network other parameters
     found = gradients(model, x, latent)
     assert found.keys() == expected.keys()
     size = sum(float(part.square().sum()) for part in expected.values()) ** 0.5

@@ -1,4 +1,4 @@
-"""Weights from MONAI, MONAI Generative and MAISI: read without executing code, renamed, and compared with the settings.
+"""Weights from and for MONAI, MONAI Generative and MAISI: read without executing code, renamed, and checked.
 
 Our parameters have MONAI's names. Weights from MONAI are renamed only for options that our networks lack but can
 express; weights for MONAI are not renamed at all, and of those for MAISI only the autoencoder's.
@@ -11,15 +11,17 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.exchange.networks import expected_state
-from models.unet import SCAN_LAYERS
-from models.weight_files import read_tensors
+from models.autoencoder import build_autoencoder
+from models.discriminator import build_discriminator, discriminator_arguments
+from models.stock import autoencoder_arguments
+from models.unet import SCAN_LAYERS, build_unet, unet_arguments
+from models.weight_files import differences, read_tensors
 from runtime.files import check_regular, reason
 from settings import CheckpointError, Settings
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
@@ -143,20 +145,7 @@ def to_maisi_names(state: Mapping[str, Tensor]) -> State:
 def check_fit(network: str, state: Mapping[str, Tensor], settings: Settings, origin: str, path: Path) -> None:
     """Raise CheckpointError unless names and shapes are those of our network, and what they do not show fits too."""
     expected = expected_state(network, settings)
-    missing = [key for key in expected if key not in state]
-    unexpected = [key for key in state if key not in expected]
-    reshaped = [
-        f"{key}, {list(state[key].shape)} in the weights, {list(value.shape)} in the config"
-        for key, value in expected.items()
-        if key in state and state[key].shape != value.shape
-    ]
-    problems = [
-        f"{len(keys)} {what} (the first: {keys[0]})"
-        for what, keys in (("missing", missing), ("not in the network", unexpected), ("of another shape", reshaped))
-        if keys
-    ]
-    problems += _hidden_differences(network, origin, settings)
-    if problems:
+    if problems := differences(expected, state) + _hidden_differences(network, origin, settings):
         raise CheckpointError(
             "\n  ".join([f"{path}: the weights are not those of the network in the config:", *problems])
             + "\nevery parameter must be there once, in its shape; change the config to the network that was trained"
@@ -243,3 +232,101 @@ def _without_prefix(state: State) -> State:
         if recognise(state) is not None or len(first) != 1 or not all("." in key for key in state):
             return state
         state = {key.split(".", 1)[1]: value for key, value in state.items()}
+
+
+CLASSES = {"autoencoder": "AutoencoderKL", "discriminator": "PatchDiscriminator", "ldm": "DiffusionModelUNet"}
+
+
+def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
+    """Return the arguments with which MONAI's class builds the network; raise `CheckpointError` if it cannot."""
+    if network == "discriminator":
+        return discriminator_arguments(settings.autoencoder)
+    if network == "autoencoder":
+        s, arguments = settings.autoencoder, autoencoder_arguments(settings.autoencoder)
+        _check_export(
+            s.has_stock_strides, f"autoencoder.strides: {list(map(list, s.level_strides))}", "has strides of 2"
+        )
+        _check_export(s.bottleneck == "kl", f"autoencoder.bottleneck: {s.bottleneck}", "cannot quantise its latent")
+        # Splits of volumes, which save memory, must fit the grid; one always does.
+        options: dict[str, Any] = {"num_splits": 1}
+    else:
+        assert network == "ldm", f"no network is called {network!r}"
+        conditioning = settings.ldm.conditioning
+        numbers = ", ".join(conditioning.embedded_numbers)
+        _check_export(not numbers, f"ldm.conditioning: {numbers}", "takes no numbers", "DiffusionModelUNet")
+        arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
+        layers = [SCAN_LAYERS[name].removesuffix("_layer") for name in conditioning.scan.inputs]
+        options = {f"include_{layer}_input": True for layer in layers}
+    if not is_maisi(network, settings):
+        return arguments
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **options}
+
+
+def _check_export(can: bool, value: str, theirs: str, name: str = "AutoencoderKL") -> None:
+    if not can:
+        raise CheckpointError(f"{value}; MONAI's {name} {theirs}; networks trained with this cannot be exported")
+
+
+def is_maisi(network: str, settings: Settings) -> bool:
+    """Return whether MONAI's class is MAISI's: a U-Net that takes inputs of scans, an autoencoder that interpolates."""
+    if network == "autoencoder":
+        return settings.autoencoder.upsampling == "trilinear"
+    return network == "ldm" and bool(settings.ldm.conditioning.scan.inputs)
+
+
+def monai_class(network: str, settings: Settings) -> type[nn.Module]:
+    """Return MONAI's class of a network."""
+    if is_maisi(network, settings):
+        from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
+        from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
+
+        return AutoencoderKlMaisi if network == "autoencoder" else DiffusionModelUNetMaisi
+    import monai.networks.nets
+
+    return getattr(monai.networks.nets, CLASSES[network])
+
+
+def stock_network(network: str, settings: Settings) -> nn.Module:
+    """Build MONAI's own network."""
+    return monai_class(network, settings)(**monai_arguments(network, settings))
+
+
+def expected_state(network: str, settings: Settings) -> dict[str, Tensor]:
+    """Return the state dict of our network on the meta device: names and shapes without values."""
+    with torch.device("meta"):
+        if network == "ldm":
+            return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).state_dict()
+        if network == "discriminator":
+            return build_discriminator(settings.autoencoder).state_dict()
+        return build_autoencoder(settings.autoencoder).state_dict()
+
+
+OPEN = "NVIDIA Open Model License"
+ACADEMIC = "NVIDIA OneWay Non-Commercial License, for academic research"
+UNKNOWN = "not known here; see where the file comes from"
+
+
+class Published(NamedTuple):
+    """Weights that someone published."""
+
+    name: str
+    source: str
+    licence: str
+
+
+_CT, _MR = "huggingface.co/nvidia/NV-Generate-CT", "huggingface.co/nvidia/NV-Generate-MR"
+_BRAIN = "github.com/NVIDIA-Medtech/NV-Generate-CTMR"
+FILES = {
+    "autoencoder_v1": Published("MAISI, autoencoder of CT", _CT, OPEN),
+    "autoencoder_v2": Published("MAISI, autoencoder of MR", _MR, ACADEMIC),
+    "diff_unet_3d_rflow-ct": Published("MAISI, U-Net of CT", _CT, OPEN),
+    "diff_unet_3d_rflow-mr-brain": Published("MAISI, U-Net of brain MR", _BRAIN, OPEN),
+    "diff_unet_3d_rflow-mr": Published("MAISI, U-Net of MR", _MR, ACADEMIC),
+}
+"""By how the names of files begin; of several the longest counts."""
+
+
+def published(file_name: str) -> Published | None:
+    """Return what is known of a file of this name; weights under another name are not recognised."""
+    fitting = [start for start in FILES if file_name.startswith(start)]
+    return FILES[max(fitting, key=len)] if fitting else None
