@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -11,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from data.files import dicom
-from data.files.header import FileError, Note, left_out
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data import dicom
 from data.formats import SUFFIXES, stem, suffix_of
-from runtime.files import RUNS, counted, printable, read_text, reason, shortened
+from data.header import FileError, Note, left_out
+from runtime.files import RUNS, counted, printable, read_text, reason
 from settings import DataError
 from settings.data import DataSettings
+from settings.section import WITHOUT_NUL
 
 log = logging.getLogger(__name__)
-
-# A longer run of digits is a name, not a number; Python refuses to convert thousands of digits.
-LONGEST_NUMBER = 20
 
 IMAGE_FOLDERS = {"images", "image", "imagestr", "imagests", "images_tr", "images_ts", "imgs", "img", "scans"}
 LABEL_FOLDERS = {
@@ -51,6 +50,23 @@ class DiscoveredVolume:
     name: str
     class_name: str | None = None
     split: str | None = None
+
+
+@dataclass(frozen=True)
+class VolumeFile:
+    """One volume: its path, its name relative to the data root, its class number and its channels.
+
+    `digest` is the hash of the file's bytes at the time of the check; empty if it was not checked.
+    """
+
+    path: Path
+    name: str
+    label: int | None = None
+    num_channels: int = 1
+    digest: str = ""
+
+
+_Label = Annotated[str, Field(pattern=r"\S")] | Annotated[int, Field(gt=-(2**63), lt=2**63)]
 
 
 def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
@@ -99,7 +115,8 @@ def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
     names = {volume.class_name for volume in volumes if volume.class_name is not None}
     if any(volume.class_name is None for volume in volumes):
         return ()
-    is_number = all(name.removeprefix("-").isdecimal() and len(name) < LONGEST_NUMBER for name in names)
+    # A longer run of digits is a name; Python refuses to convert thousands of digits.
+    is_number = all(re.fullmatch(r"-?\d{1,19}", name) for name in names)
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if is_number else None))
 
 
@@ -156,7 +173,7 @@ def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
         notes.append(left_out(RUNS, "it holds what runs wrote"))
     for name, why in label_files([name for name, path in paths.items() if not dicom.is_dicom(path)]).items():
-        notes.append(left_out(name, why, is_label_map=True))
+        notes.append(left_out(name, why))
         del paths[name]
     if not paths:
         raise DataError(
@@ -221,36 +238,58 @@ def series_in(root: Path, folder: Path, key: str) -> tuple[dict[str, Path], list
     return names, notes
 
 
-def listed_entries(listing: Path) -> list[tuple[str | None, Any]]:
-    """Return the entries of a dataset.json, each with its side of the split if that is decided."""
-    try:
-        content = json.loads(read_text(listing))
-    except OSError as error:
-        raise FileError(
-            listing, f"cannot be read ({reason(error)}); a UTF-8 text file is allowed; repair it"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(listing, f"cannot be read as JSON ({error}); repair it") from error
-    if not isinstance(content, dict) or not isinstance(content.get("training"), list):
-        raise FileError(listing, 'no list "training"; it lists the volumes as {"image": PATH} or PATH; add it')
-    if not content["training"]:
-        raise FileError(listing, '"training" is empty; at least one volume is needed; add it')
-    explicit = content.get("validation", [])
-    if not isinstance(explicit, list):
-        raise FileError(listing, '"validation" is not a list; it is written like "training"; repair it')
-    entries = [("training" if explicit else None, entry) for entry in content["training"]]
-    return [*entries, *(("validation", entry) for entry in explicit)]
+class _Entry(BaseModel):
+    """An entry of a dataset.json, or the path that is all of it; `label` may be the path of a segmentation, or several.
+
+    A list of files as an image, one per channel, is refused: only one of them would be read.
+    """
+
+    model_config = ConfigDict(strict=True)
+    image: Annotated[str, Field(min_length=1, pattern=WITHOUT_NUL)]
+    label: _Label | list[Any] | None = None
+    kind: _Label | None = Field(None, alias="class")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, entry: Any) -> Any:
+        return {"image": entry} if isinstance(entry, str) else entry
+
+    @property
+    def class_name(self) -> str | None:
+        """Return the "class", or the "label" unless that is the path of a segmentation, or several."""
+        label = self.label if self.kind is None else self.kind
+        is_path = self.kind is None and isinstance(label, str) and ("/" in label or suffix_of(label))
+        return None if label is None or isinstance(label, list) or is_path else str(label).strip()
+
+
+class _Listing(BaseModel):
+    training: Annotated[list[_Entry], Field(min_length=1)]
+    validation: list[_Entry] = []
 
 
 def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
-    entries = listed_entries(listing)
+    try:
+        listed = _Listing.model_validate_json(read_text(listing))
+    except OSError as error:
+        raise FileError(listing, f"cannot be read ({reason(error)}); a UTF-8 file is allowed; repair it") from error
+    except ValidationError as error:
+        where = Note(
+            printable(listing), 'it lists the volumes as "training": [PATH or {"image": PATH}, ...]; repair it'
+        )
+        lines = {".".join(map(str, e["loc"][:3])): e["msg"] for e in reversed(error.errors(include_input=False))}
+        texts = [f"  {printable(place) or 'the file'}: {printable(text)}" for place, text in reversed(lines.items())]
+        raise DataError("\n".join([f"{where}:", *texts])) from None
     volumes, problems = [], []
-    for number, (split, entry) in enumerate(entries):
-        try:
-            path, name = _image_of(entry, listing.parent)
-            volumes.append(DiscoveredVolume(path, name, _class_of(entry), split))
-        except ValueError as error:
-            problems.append(f"  entry {number}: {error}")
+    sides = [("training" if listed.validation else None, entry) for entry in listed.training]
+    for side, entry in [*sides, *(("validation", entry) for entry in listed.validation)]:
+        name = os.path.normpath(entry.image).replace(os.sep, "/")
+        if os.path.isabs(entry.image) or name.split("/")[0] == "..":
+            problems.append(
+                f"  {printable(entry.image)} leads out of {printable(listing.parent)}; only files inside it are "
+                "allowed; move it there, or put a link to it there"
+            )
+        else:
+            volumes.append(DiscoveredVolume(listing.parent / entry.image, name, entry.class_name, side))
     twice = [name for name, count in Counter(volume.name for volume in volumes).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
@@ -261,40 +300,6 @@ def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]
         share = f"{len(without)} of {len(volumes)} volumes have none, for example {printable(without[0])}"
         notes.append(Note(printable(listing), f"classes left out, {share}"))
     return sorted(volumes, key=lambda volume: volume.name), notes
-
-
-def _image_of(entry: Any, root: Path) -> tuple[Path, str]:
-    """Return the path and the name of an entry's image; raise ValueError with what is wrong with it."""
-    image = entry.get("image") if isinstance(entry, dict) else entry
-    # A list of files, one per channel, is refused: only one of them would be read.
-    if not isinstance(image, str) or not image or "\0" in image:
-        raise ValueError(f'its image is {_shown(image)}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
-    name = os.path.normpath(image).replace(os.sep, "/")
-    os.fsencode(image)  # raises ValueError for what no file can be called
-    if os.path.isabs(image) or name.split("/")[0] == "..":
-        raise ValueError(
-            f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
-            "move it there, or put a link to it there"
-        )
-    return root / image, name
-
-
-def _class_of(entry: Any) -> str | None:
-    """Return the entry's "class", or its "label" unless that is the path of a segmentation, or several.
-
-    Raises ValueError with what is wrong with it.
-    """
-    label = entry.get("class", entry.get("label")) if isinstance(entry, dict) else None
-    if label is None or (isinstance(label, list) and "class" not in entry):
-        return None
-    if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-        raise ValueError(f"its class is {_shown(label)}; text or a whole number is allowed; repair it")
-    text = str(label).strip()
-    return None if "class" not in entry and ("/" in text or suffix_of(text)) else text
-
-
-def _shown(value: Any) -> str:
-    return shortened(printable(json.dumps(value, ensure_ascii=False)))
 
 
 MODALITY = re.compile(r"(?i)(?<![a-z0-9])(t1ce|t1gd|t1c|t1w|t1|t2w|t2|flair|dwi|adc|swi|pd|cta?|pet)(?![a-z0-9])")

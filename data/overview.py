@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from data.checking import VolumeFacts
 from data.geometry import geometry_of
-from data.reading import VolumeFacts
 from runtime.files import printable
 from settings import ConfigError, Settings
 from settings.data import DataSettings
@@ -28,8 +28,6 @@ LARGEST_RINGING = 0.1
 # at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
 LEAST_OF_LABELS = 0.7
 
-# Of fewer volumes the 5th and 95th percentile are hardly inside the range.
-FEWEST_FOR_PERCENTILES = 20
 PERCENTILES = {"minimum": 0, "5th percentile": 5, "median": 50, "95th percentile": 95, "maximum": 100}
 INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile"))
 
@@ -75,8 +73,8 @@ def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     lines = []
     for title, ends in statistics(facts, s).items():
         low, some, middle, most, high = (f"{value:.4g}" for value in ends.values())
-        inner = f", 90 % from {some} to {most}" if len(facts) >= FEWEST_FOR_PERCENTILES else ""
-        lines.append(f"{title}: " + (low if low == high else f"{low} to {high} (median {middle}{inner})"))
+        spread = f"{low} to {high} (median {middle}, 90 % from {some} to {most})"
+        lines.append(f"{title}: {low if low == high else spread}")
     return lines
 
 
@@ -125,8 +123,8 @@ def _far_from_median(names: Sequence[str], values: Sequence[float], factor: floa
     if not known or np.isnan(logs).sum() > len(logs) / 2:
         return
     middle = float(np.nanmedian(logs))
-    deviation = 1.4826 * float(np.nanmedian(np.abs(logs - middle)))
-    for (name, value), log_value in zip(known, logs, strict=True):
-        distance = abs(log_value - middle)
-        if math.isnan(distance) or (distance > math.log(factor) and distance > DEVIATIONS * deviation):
+    distances = np.abs(logs - middle)
+    usual = max(math.log(factor), DEVIATIONS * 1.4826 * float(np.nanmedian(distances)))
+    for (name, value), distance in zip(known, distances, strict=True):
+        if not distance <= usual:
             yield name, f"{value:.4g}, median {math.exp(middle):.4g}"

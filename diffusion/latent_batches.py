@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from data.batches import Batch, BatchPlan, VolumeOrder
-from data.workers import one_ahead
+from data.batches import Batch, BatchPlan, VolumeOrder, one_ahead
 from diffusion.conditioning import NOTHING, ConditionBatch, ConditionStore
 
 

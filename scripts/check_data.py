@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
-    from data.files.header import grouped, problem_lines
+    from data.header import grouped, problem_lines
     from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
@@ -101,7 +101,7 @@ def _partner_problems(source, settings) -> list[str]:
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
     from data.overview import outlier_lines, statistics
-    from data.split import suspected_patients
+    from data.volumes import suspected_patients
 
     names, usable = _usable(source)
     volumes = []
@@ -151,7 +151,7 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 def _summary(source, volumes, settings) -> str:
     """Describe the usable volumes; `volumes` is their split, or None if problems stand in its way."""
     from data.overview import outlier_lines, range_lines, stage_problems
-    from data.split import suspected_patients
+    from data.volumes import suspected_patients
 
     data = settings.data
     names, facts = _usable(source)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data import DataSplit, VolumeFile
 from data.loading import Pose
-from data.tables import Row
+from data.partners import Row
 from diffusion.conditioning.space import KnownVoxels, Space
 from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec

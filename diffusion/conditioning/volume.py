@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import VolumeFile, in_pose, load_file, to_unit
-from data.checking import outside_windows
-from data.files.header import Header
+from data.checking import VolumeFacts, measure, unusable
 from data.formats import read_header, read_stored
 from data.geometry import Geometry, geometry_of, in_planes, mismatch, regridded
+from data.header import Header
 from data.intensity import INTENSITY, scale_to_network
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
-from data.reading import VolumeFacts, measure, unusable
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
 from diffusion.conditioning.label_map import label_reading, mask_on_grid, reading_of
 from diffusion.conditioning.space import KnownVoxels, Space, block_means, filled
@@ -171,7 +170,7 @@ def volume_problem(path: Path, facts: VolumeFacts, reading: DataSettings, s: Vol
             f"{VOLUME}.num_channels is {s.num_channels}; change one of the two"
         )
     section = INTENSITY if s.is_from_target else f"{VOLUME}.intensity"
-    problem = unusable(facts, reading, section) or next(outside_windows(facts, reading, section), None)
+    problem = unusable(facts, reading, section)
     return None if problem is None else f"{printable(path)}: {problem}"
 
 

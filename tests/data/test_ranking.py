@@ -7,10 +7,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from data.files.header import Stored
+from data.checking import measure, on_grid
 from data.formats import COPIES_WHILE_READING, write_nifti
+from data.header import Stored
 from data.intensity import Ranking
-from data.reading import measure, on_grid
 from tests.data.small_volumes import build_settings
 
 KINDS = {

@@ -14,15 +14,12 @@ import torch
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
-import data.split
 from data import load_volume, prepare_volumes
+from data.checking import PreparedFolder, VolumeFacts, measure
 from data.discovery import DiscoveredVolume, class_folder, label_files
 from data.formats import write_nifti
 from data.overview import looks_like_labels, outlier_lines, range_lines
-from data.reading import VolumeFacts, measure
-from data.split import groups_of, suspected_patients
-from data.store import PreparedFolder
-from data.volumes import check_source, split
+from data.volumes import check_source, groups_of, split, suspected_patients
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -118,19 +115,13 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path):
         ({"group_by": "("}, "is not a pattern"),
         ({"group_by": "a{99999999999999999999}"}, "is not a pattern"),
         ({"group_by": "column:patient"}, "without data.class_labels"),
-        ({"group_by": "column:age", "class_labels": str(table)}, "file and age are needed"),
+        ({"group_by": "column:age", "class_labels": str(table)}, "file, age are needed"),
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
     table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_x.nii,0,q\n")
-    with pytest.raises(DataError, match=r"gives a/sub-1_x\.nii two groups, p and q"):
+    with pytest.raises(DataError, match=r"3 problems:\n  a/sub-1_x\.nii: 2 rows in"):
         groups(group_by="column:patient", class_labels=str(table))
-
-
-def test_a_pattern_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr(data.split, "MOST_SECONDS", 1)
-    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; .* simplify it"):
-        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
@@ -155,7 +146,7 @@ def test_patients_with_several_scans_are_reported_once_and_not_with_groups(tmp_p
     caplog.set_level(logging.WARNING)
     settings = build_settings(source=str(tmp_path / "all"), val_fraction=0.4)
     prepare_volumes(settings, 1, 1)
-    assert caplog.text.count("6 patients seem to have several scans by their names; data.group_by: 'sub-") == 1
+    assert caplog.text.count("some patients seem to have several scans by their names; data.group_by: 'sub-") == 1
     caplog.clear()
     prepare_volumes(settings.model_copy(update={"group_by": "sub-[0-9]+"}), 1, 1)
     assert "several scans" not in caplog.text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tables import Row
+from data.partners import Row
 from data.volumes import VolumeFile
 from diffusion.conditioning.tabular import NumberCode, code_of, read_values
 from settings import DataError
@@ -68,7 +68,7 @@ def test_every_missing_doubled_and_wrong_row_is_named():
 
 def test_a_table_without_the_columns_is_refused(tmp_path):
     Path("people.csv").write_text("file,age\na,1\n")
-    with pytest.raises(DataError, match="has the columns file, age; file, Age and sex are needed, once each; add"):
+    with pytest.raises(DataError, match="has the columns file, age; file, Age, sex are needed, once each; name"):
         read_numbers(settings(), files("a"))
 
 
