@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -192,27 +191,14 @@ class PreparedFolder(ArrayFolder):
         super().__init__(root / hashlib.sha256(decisive.encode()).hexdigest()[:24])
         self.grid = tuple(s.voxel_size)
 
-    def keep(self, image: np.ndarray, facts: VolumeFacts) -> None:
-        """Write one prepared volume; raise OSError if that fails."""
-        self.write(facts.digest, image, asdict(facts))
-
     def volume(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
         """Return one prepared volume (float32, C, D, H, W) with what was measured in its source, as `read` does."""
         image, facts = self.read(digest, (num_channels, *self.grid), is_checked)
         return image, facts_from(facts)
 
-    def require_space(self, number: int, num_channels: int) -> None:
-        """Say how much space further volumes take; raise DataError if the disk does not have it."""
-        needed = number * (PAGE + NUMBER.itemsize * num_channels * math.prod(self.grid))
-        place = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
-        free = shutil.disk_usage(place).free
-        sizes = f"{size_text(needed)} of {size_text(free)} free"
-        log.info("data: preparing %s once, in %s (%s)", counted(number, "volume"), self.folder, sizes)
-        if needed > free:
-            raise DataError(
-                f"data.prepared: disk: preparing {counted(number, 'volume')} needs {size_text(needed)} in "
-                f"{self.folder}, {size_text(free)} is free; make room, or set data.prepared to memory or none"
-            )
+    def has(self, facts: VolumeFacts) -> bool:
+        """Return whether a volume is there and complete."""
+        return self.find(facts.digest, (facts.num_channels, *self.grid), is_checked=False) is not None
 
 
 @dataclass(frozen=True)
@@ -237,35 +223,36 @@ def check_files(
     key = hashlib.sha256(f"{VERSION}\n{common}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
     results = results_folder / f"{key}.jsonl"
     folder = PreparedFolder(s) if s.prepared == "disk" else None
-    errors: dict[Path, Note] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive_lock(results.with_suffix(".lock")))
         measured = _Measured(results)
         # Taken before reading, so that a file written meanwhile is read again next time.
         keys = {path: f"{os.path.abspath(path)}\n{signature(path)}" for path in paths}
-        known = {path: measured.facts[key] for path, key in keys.items() if key in measured.facts}
-        good, intact = set(), set()
+        found: dict[Path, VolumeFacts | Note] = {}
+        sizes: dict[Path, int] = {}
         if folder is not None:
             stack.enter_context(exclusive_lock(folder.folder / ".lock"))
-            good = {facts.digest for path, facts in known.items() if not problems_of(path, facts, s, in_channels)}
-            shape = (in_channels, *s.voxel_size)
-            intact = {digest for digest in good if folder.find(digest, shape, is_checked=False) is not None}
-        new = [path for path in paths if path not in known or known[path].digest in good - intact]
-        sizes = {path: _num_bytes(path) for path in new}
-        if folder is not None and any(sizes.values()):
-            folder.require_space(sum(map(bool, sizes.values())), in_channels)
-        for path, result in _read_all(sizes, s, in_channels, folder):
-            if isinstance(result, Note):
-                errors[path] = result
+        for path, key in keys.items():
+            facts = measured.facts.get(key)
+            if facts is None or (folder and not problems_of(path, facts, s, in_channels) and not folder.has(facts)):
+                sizes[path] = _num_bytes(path)
             else:
+                found[path] = facts
+        if folder is not None and any(sizes.values()):
+            number = sum(map(bool, sizes.values()))
+            needed = size_text(number * (PAGE + NUMBER.itemsize * in_channels * math.prod(s.voxel_size)))
+            log.info("data: preparing %s once, %s in %s", counted(number, "volume"), needed, folder.folder)
+        for path, result in _read_all(sizes, s, in_channels, folder):
+            found[path] = result
+            if isinstance(result, VolumeFacts):
                 measured.add(keys[path], result)
     checked = []
     for path in paths:
-        if path in errors:
-            checked.append(Checked(path, None, (errors[path],)))
+        result = found[path]
+        if isinstance(result, Note):
+            checked.append(Checked(path, None, (result,)))
         else:
-            facts = measured.facts[keys[path]]
-            checked.append(Checked(path, facts, tuple(problems_of(path, facts, s, in_channels))))
+            checked.append(Checked(path, result, tuple(problems_of(path, result, s, in_channels))))
     return checked
 
 
@@ -283,8 +270,7 @@ class _Measured:
                     self.facts[str(key)] = facts_from(values)
 
     def add(self, key: str, facts: VolumeFacts) -> None:
-        """Remember the facts of a file; call it from one thread."""
-        self.facts[key] = facts
+        """Write the facts of a file; call it from one thread."""
         if self._path is None:
             return
         try:
@@ -311,7 +297,7 @@ def _read_all(
                 folder.volume(facts.digest, facts.num_channels, is_checked=True)
                 return path, facts  # another file with the same content
             try:
-                folder.keep(on_grid(stored, facts, s), facts)
+                folder.write(facts.digest, on_grid(stored, facts, s), asdict(facts))
             except OSError as error:
                 raise DataError(
                     f"{folder.folder}: the prepared volume of {printable(path)} cannot be written ({error.strerror}); "

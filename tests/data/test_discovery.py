@@ -54,16 +54,6 @@ def test_linked_folders_are_followed_once(make_volume, tmp_path):
     assert [item.name for item in find(str(tmp_path / "volumes"))[0]] == ["linked/1.nii.gz"]
 
 
-def test_sources_that_hold_nothing_are_refused(tmp_path, make_volume):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
-        find(str(tmp_path / "empty"))
-    with pytest.raises(DataError, match=r"data.source: .*absent does not exist; a folder, a dataset.json or phantoms"):
-        find(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"is a single file; .* give the folder .*volumes"):
-        find(str(make_volume("v.nii.gz")))[0]
-
-
 def test_dataset_json_lists_images_and_not_segmentations(make_volume, tmp_path):
     for name in ("imagesTr/a.nii.gz", "imagesTr/b.nii.gz", "labelsTr/a.nii.gz", "imagesTs/c.nii.gz"):
         make_volume(name)
@@ -87,14 +77,10 @@ def test_dataset_json_gives_classes_and_the_split(make_volume, tmp_path):
     assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0), ("e.nii.gz", 0)]
 
 
-def test_labels_of_dataset_json_may_be_numbers_names_or_missing(make_volume, tmp_path):
-    for name in "abc":
-        make_volume(f"{name}.nii.gz")
-    entries = [{"image": "a.nii.gz", "label": 0}, {"image": "b.nii.gz", "label": "well"}]
-    volumes, left_out = find(write_listing(tmp_path / "volumes", entries))
-    assert ([item.class_name for item in volumes], left_out) == (["0", "well"], [])
-    volumes, (line,) = find(write_listing(tmp_path / "volumes", [*entries, "c.nii.gz"]))
-    assert len(volumes) == 3
+def test_labels_of_dataset_json_may_be_numbers_names_or_missing(tmp_path):
+    entries = [{"image": "a.nii.gz", "label": 0}, {"image": "b.nii.gz", "label": "well"}, {"image": "c.nii.gz"}]
+    volumes, (line,) = find(write_listing(tmp_path / "volumes", entries))
+    assert [item.class_name for item in volumes] == ["0", "well", None]
     assert str(line).endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
 
 
@@ -118,15 +104,12 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        *((content, "Invalid JSON") for content in ("{", '{"training": ["\\ud800.nii.gz"]}')),
-        ("[" * 100_000, "recursion limit exceeded"),
-        ("[]", "Input should be an object"),
+        *((content, "the file: ") for content in ("{", '{"training": ["\\ud800.nii.gz"]}', "[" * 100_000, "[]")),
         ("{}", "training: Field required"),
         *((f'{{"training": {value}}}', "training: Input should be a valid array") for value in ("{}", '"a.nii.gz"')),
         ('{"training": [], "validation": ["a.nii.gz"]}', "training: List should have at least 1 item"),
         ('{"training": [{"label": 1}]}', "training.0.image: Field required"),
         ('{"training": [NaN, true, [], 3]}', "training.3: "),
-        ('{"training": [""]}', "training.0.image: String should have at least 1 character"),
         ('{"training": [{"image": "a.nii.gz", "class": 1.5}]}', "training.0.class: Input should be a valid"),
         *(
             (f'{{"training": [{{"image": "a.nii", "label": {label}}}]}}', "0.label: ")
@@ -136,7 +119,6 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
         ('{"training": [{"image": "a.nii", "label": ' + "1" * 5000 + "}]}", "dataset.json: "),
         ('{"training": [{"image": ["a.nii", "b.nii"]}]}', "training.0.image: Input should be a valid string"),
         ('{"training": ["a.nii.gz", "./a.nii.gz"]}', "a.nii.gz: listed more than once"),
-        ('{"training": ["a.nii.gz"], "validation": 3}', "validation: Input should be a valid array"),
     ],
 )
 def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path, content, text):
@@ -195,23 +177,21 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path, content, text):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("name", "make", "text"),
     [
-        ("dataset.json", os.mkfifo),
-        ("dataset.json", lambda path: path.symlink_to("dataset.json")),
-        ("dataset.json", lambda path: path.write_bytes(b"\xff{}")),
-        ("x" * 300, lambda path: None),
-        ("x" * 300 + ".json", lambda path: None),
-        ("~nobody-of-that-name/volumes", lambda path: None),
-        ("loop", lambda path: path.symlink_to("loop")),
-        ("a.nii.gz", os.mkfifo),
+        ("dataset.json", os.mkfifo, r"cannot be read \("),
+        ("dataset.json", lambda path: path.write_bytes(b"\xff{}"), r"cannot be read \("),
+        ("dataset.json", lambda path: path.symlink_to("dataset.json"), "does not exist"),
+        ("x" * 300, lambda path: None, "does not exist; a folder, a dataset.json or phantoms is allowed"),
+        ("~nobody-of-that-name/volumes", lambda path: None, "does not exist"),
+        ("a.nii.gz", os.mkfifo, "is a single file"),
+        ("empty", os.mkdir, r"holds no volume; \.nii .*check it"),
     ],
 )
-def test_source_that_is_neither_folder_nor_listing_is_refused(tmp_path, name, make):
+def test_source_that_is_neither_folder_nor_listing_is_refused(tmp_path, name, make, text):
     make(tmp_path / name)
-    source = name if name.startswith("~") else str(tmp_path / name)
-    with pytest.raises(DataError, match=r"cannot be read \(|does not exist|is a single file|holds no volume"):
-        find(source)[0]
+    with pytest.raises(DataError, match=text):
+        find(name if name.startswith("~") else str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -217,19 +217,6 @@ def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
     assert len(shapes) == 1
 
 
-def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_path, monkeypatch):
-    write_series(tmp_path / "series" / "a", voxels_of(0))
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("data.dicom.scan", refuse)
-    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
-    place = PartnerSource(str(tmp_path / "series"), "ldm.conditioning.volume.source", "volume")
-    with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
-        find_partners(place, files, [])
-
-
 def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
     volumes = volumes_of(folder)
     for place in range(8):
@@ -237,11 +224,9 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     window = {"mode": "window", "lower": 5000, "upper": 6000}
     volume = {"encoding": "resample", "source": str(tmp_path / "others"), "intensity": window}
     s = ConditioningSettings.model_validate({"volume": volume})
-    with pytest.raises(DataError) as error:
+    text = r"(?s)8 problems.*lie outside the window 5000 to 6000.*change ldm\.conditioning\.volume\.intensity"
+    with pytest.raises(DataError, match=text):
         checked(s, build_settings(source=str(folder)), volumes)
-    assert "8 problems" in str(error.value)
-    assert "lie outside the window 5000 to 6000" in str(error.value)
-    assert "change ldm.conditioning.volume.intensity" in str(error.value)
 
 
 def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
@@ -263,12 +248,3 @@ def test_a_volume_is_never_its_own_partner(folder):
     assert not find_partners(place, volumes.train, problems)
     assert len(problems) == len(volumes.train)
     assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
-
-
-def test_of_many_problems_the_first_ten_are_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion.conditioning.MOST_LINES", 3)
-    write_maps(tmp_path / "maps", ["other.nii.gz"])
-    with pytest.raises(DataError) as error:
-        partner_names(tmp_path / "maps", volumes_of(folder))
-    assert str(error.value).count("no partner in ") == 3
-    assert str(error.value).endswith("\n  and 5 more")

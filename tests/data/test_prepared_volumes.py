@@ -92,14 +92,6 @@ def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder):
         load_file(volumes.val[0], settings)
 
 
-def test_a_full_disk_is_reported_before_anything_is_read(folder, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
-    monkeypatch.setattr(checking, "measure", None)
-    text = r"preparing 8 volumes needs 0\.06 MiB in runs/prepared/.*, 0\.00 MiB is free; make room, or"
-    with pytest.raises(DataError, match=text):
-        prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-
-
 def test_equal_and_moved_files_are_prepared_once(folder):
     shutil.copy(folder / "v0.nii.gz", folder / "copy.nii.gz")
     settings = build_settings(source=str(folder))

@@ -16,7 +16,7 @@ from scipy.spatial import cKDTree
 
 from data import load_volume, prepare_volumes
 from data.checking import PreparedFolder, VolumeFacts, measure
-from data.discovery import DiscoveredVolume, class_folder, label_files
+from data.discovery import DiscoveredVolume, find
 from data.formats import write_nifti
 from data.overview import looks_like_labels, outlier_lines, range_lines
 from data.volumes import check_source, groups_of, split, suspected_patients
@@ -28,13 +28,20 @@ def found(*names: str) -> list[DiscoveredVolume]:
     return [DiscoveredVolume(Path(name), name) for name in names]
 
 
-def test_labels_count_as_such_only_beside_what_they_label():
-    names = ["images/a.nii", "labels/a.nii", "images/b.nii"]
-    assert list(label_files(names)) == ["labels/a.nii"]
-    assert label_files(["labels/a.nii", "labels/b.nii"]) == {}
-    assert list(label_files(["p1/t1.nii.gz", "p1/t1_seg.nii.gz", "p2/only_seg.nii.gz"])) == ["p1/t1_seg.nii.gz"]
-    assert list(label_files(["ill/imagesTr/a.nii", "ill/labelsTr/a.nii"])) == ["ill/labelsTr/a.nii"]
-    assert [class_folder(name) for name in ("images/a.nii", "ill/images/a.nii", "a.nii")] == [None, "ill", None]
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (["images/a", "labels/a", "images/b"], ["images/a", "images/b"]),
+        (["labels/a", "labels/b"], ["labels/a", "labels/b"]),
+        (["p1/t1", "p1/t1_seg", "p2/t1-aparc+aseg", "p3/roi"], ["p1/t1", "p3/roi"]),
+        (["ill/imagesTr/a", "ill/labelsTr/a"], ["ill/imagesTr/a"]),
+    ],
+)
+def test_label_maps_are_known_by_their_names_unless_there_is_nothing_else(tmp_path, names, left):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.nii").touch()
+    assert [volume.name for volume in find(str(tmp_path))[0]] == [f"{name}.nii" for name in left]
 
 
 def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path, caplog):

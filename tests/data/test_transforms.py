@@ -10,10 +10,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import prepare_volumes
 from data.formats import write_nifti
-from data.loading import NETWORK_RANGE, in_pose, load_volume, random_part, random_pose, restore
-from settings import ConfigError, DataError, validate
+from data.loading import in_pose, load_volume, random_part, random_pose, restore
+from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 WIDE = {"mode": "percentile", "lower": 0.0, "upper": 100.0}
@@ -32,18 +31,6 @@ def test_the_range_is_found_on_the_whole_volume_before_cropping(make_volume):
     loaded = load_volume(make_volume("v.nii.gz", voxels), build_settings(voxel_size=[4, 4, 4], resize="crop_or_pad"))
     assert (loaded.lower, loaded.upper) == ((0.0,), (100.0,))
     torch.testing.assert_close(loaded.image, torch.zeros(1, 4, 4, 4))
-
-
-def test_percentiles_and_windows_map_to_the_networks_range(make_volume):
-    voxels = np.arange(12 * 10 * 8, dtype=np.float32).reshape(1, 12, 10, 8)
-    path = make_volume("v.nii.gz", voxels)
-    loaded = load_volume(path, build_settings(intensity={"mode": "percentile", "lower": 10.0, "upper": 90.0}))
-    low, high = np.percentile(voxels, (10, 90))
-    expected = torch.from_numpy(np.clip((voxels - low) / (high - low), 0, 1)) * 2 - 1
-    torch.testing.assert_close(loaded.image, expected.float(), atol=1e-5, rtol=0)
-    assert (float(loaded.image.min()), float(loaded.image.max())) == pytest.approx(NETWORK_RANGE, abs=1e-6)
-    loaded = load_volume(path, build_settings(intensity={"mode": "window", "lower": -1000.0, "upper": 1000.0}))
-    torch.testing.assert_close(loaded.image, torch.from_numpy(voxels / 1000), atol=1e-6, rtol=0)
 
 
 def test_resampling_follows_a_smooth_function(make_volume):
@@ -117,9 +104,8 @@ def test_loading_names_the_file_that_is_not_as_it_was(make_volume):
     with pytest.raises(DataError, match=r"v\.nii\.gz: channel 0 is 0 at both"):
         load_volume(make_volume("v.nii.gz", voxels * 0), build_settings())
     voxels[0, 0, 0, 0] = np.nan
-    for intensity in (WIDE, {"mode": "window", "lower": 0.0, "upper": 1.0}):
-        with pytest.raises(DataError, match=r"v\.nii\.gz: 1 voxel is NaN or infinite"):
-            load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=intensity))
+    with pytest.raises(DataError, match=r"v\.nii\.gz: 1 voxel is NaN or infinite"):
+        load_volume(make_volume("v.nii.gz", voxels), build_settings())
 
 
 def test_patches_are_parts_of_the_volume_and_reach_all_of_it():
@@ -217,19 +203,3 @@ def test_each_channel_is_scaled_by_its_rule(tmp_path):
         ends = np.percentile(values, [lower, upper]) if mode == "percentile" else (lower, upper)
         expected = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
         np.testing.assert_allclose(mine, expected, atol=1e-5)
-
-
-def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
-    for channels, said in (
-        ([*RULES, ["window", 0, 1]], "4 entries for 3 channels"),
-        ([["window", 5, 5], *RULES[1:]], r"5 is not below upper \(5\)"),
-        ([["percentile", -1, 50], *RULES[1:]], "are not percentiles"),
-    ):
-        values = {"data": {"intensity": by_channel(channels)}, "autoencoder": {"in_channels": 3}}
-        with pytest.raises(ConfigError, match=said):
-            validate(values)
-    for name in "ab":
-        write_nifti(tmp_path / f"{name}.nii", random_voxels(1, (3, 12, 10, 8)), AFFINE)
-    far = build_settings(source=str(tmp_path), intensity=by_channel([*RULES[:2], ["window", 9000, 9001]]))
-    with pytest.raises(DataError, match="lie outside the window 9000 to 9001"):
-        prepare_volumes(far, 0, 3)

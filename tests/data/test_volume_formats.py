@@ -143,37 +143,16 @@ def test_arrays_that_are_not_volumes_are_refused(tmp_path, voxels, text):
         read_volume(tmp_path / "v.npy")
 
 
+AXES, ELSEWHERE = "its header has no NDims from 1 to 4", "its header .* puts the voxels into another file"
+
+
 @pytest.mark.parametrize(
     ("suffix", "old", "new", "text"),
     [
-        *(
-            (".mha", b"NDims = 3", new, "its header has no NDims from 1 to 4")
-            for new in (b"NDims = 300", b"NDims = -3", b"NDims : 3\nNDims : 300", b"")
-        ),
-        (
-            ".mha",
-            b"ElementDataFile = LOCAL",
-            b"ElementDataFile = /etc/passwd",
-            "its header .* puts the voxels into another file",
-        ),
-        (
-            ".mha",
-            b"ElementDataFile = LOCAL",
-            b"ElementDataFile = LIST\n/etc/passwd",
-            "its header .* puts the voxels into another file",
-        ),
-        (
-            ".mha",
-            b"ElementDataFile",
-            b"ElementDataFile : a.raw\nElementDataFile",
-            "its header .* puts the voxels into another file",
-        ),
-        (
-            ".nrrd",
-            b"encoding:",
-            b"data file: /etc/passwd\nencoding:",
-            "its header .* puts the voxels into another file",
-        ),
+        *((".mha", b"NDims = 3", new, AXES) for new in (b"NDims = 300", b"NDims = -3", b"NDims : 3\nNDims : 300", b"")),
+        *((".mha", b"LOCAL", place, ELSEWHERE) for place in (b"/etc/passwd", b"LIST\n/etc/passwd")),
+        (".mha", b"ElementDataFile", b"ElementDataFile : a.raw\nElementDataFile", ELSEWHERE),
+        (".nrrd", b"encoding:", b"data file: /etc/passwd\nencoding:", ELSEWHERE),
     ],
 )
 def test_headers_are_vetted_before_itk_sees_them(tmp_path, suffix, old, new, text):
@@ -268,12 +247,10 @@ def test_file_with_foreign_pieces_is_read_or_refused(tmp_path, suffix):
     "header",
     [
         b"{'descr': '<f4', [1]: False, 'shape': (4, 4, 4)}",
-        b"{'descr': '<i4,<q,', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 4, " + b"(" * 500,
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999, 4, 4)}",
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4, 4)}",
         b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (4, 4, 4)}",
-        b"{'descr': '|O', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr'",
     ],
 )
