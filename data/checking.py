@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -43,8 +44,8 @@ DECISIVE = {"spacing", "voxel_size", "resize", "intensity", "frame"}
 
 
 @dataclass(frozen=True)
-class VolumeFacts:
-    """What reading one whole file found.
+class VolumeFacts(Header):
+    """What reading one whole file found, besides its header.
 
     `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
     99th percentile of the first channel. `is_whole` says whether all values are whole numbers, `equal_neighbours`
@@ -53,12 +54,6 @@ class VolumeFacts:
     NaN if it was not measured.
     """
 
-    axes: tuple[int, ...]
-    shape: tuple[int, int, int]
-    num_channels: int
-    affine: tuple[tuple[float, ...], ...]
-    dtype: str
-    has_spacing: bool
     minimum: float
     maximum: float
     num_not_finite: int
@@ -72,11 +67,9 @@ class VolumeFacts:
     digest: str
     background: float = math.nan
 
-    @property
-    def header(self) -> Header:
-        """Return the header of the file."""
-        affine = np.array(self.affine)
-        return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as `facts_from` takes them."""
+        return asdict(self) | {"affine": self.affine.tolist()}
 
 
 # Turns the dictionary that JSON gives back into facts; raises ValueError if it is damaged.
@@ -119,12 +112,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
     finite = [values for values, channel in zip(percentiles, channels, strict=True) if channel.count] or percentiles
     _, low, median, high, *_ = percentiles[0]
     facts = VolumeFacts(
-        axes=header.axes,
-        shape=header.shape,
-        num_channels=header.num_channels,
-        affine=tuple(tuple(row) for row in header.affine.tolist()),
-        dtype=header.dtype,
-        has_spacing=header.has_spacing,
+        **vars(header),
         minimum=min(values[0] for values in finite),
         maximum=max(values[4] for values in finite),
         num_not_finite=num_not_finite,
@@ -143,7 +131,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
 
 def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
     """Return a measured volume on the network's grid and in its range, as float32 (C, D, H, W)."""
-    geometry = geometry_of(facts.header, s)
+    geometry = geometry_of(facts, s)
     oriented = geometry.oriented(stored.array)
     parts = (scale_to_network(stored.values(part), facts.lower, facts.upper) for part in in_planes(oriented))
     return geometry.to_network_grid(facts.num_channels, parts)
@@ -167,13 +155,13 @@ def unusable(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> s
 
 def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: int) -> list[Note]:
     """Return what keeps a file that could be read from being used."""
-    texts = [] if facts.num_channels == in_channels else [channels_text(facts.header, in_channels)]
+    texts = [] if facts.num_channels == in_channels else [channels_text(facts, in_channels)]
     if (reason := unusable(facts, s)) is not None:
         texts.append(reason)
     if s.spacing is not None and not facts.has_spacing:
         texts.append("numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null")
     elif s.spacing is not None:
-        spaced = geometry_of(facts.header, s).spaced_shape
+        spaced = geometry_of(facts, s).spaced_shape
         needed, free = 8.0 * facts.num_channels * math.prod(map(float, spaced)), psutil.virtual_memory().available
         if needed > free:
             texts.append(
@@ -276,7 +264,7 @@ class _Measured:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, asdict(facts)]) + "\n")
+                file.write(json.dumps([key, facts.to_json()]) + "\n")
         except OSError as error:
             log.warning("data: %s cannot be written (%s); the volumes will be read again next time", self._path, error)
             self._path = None
@@ -297,7 +285,7 @@ def _read_all(
                 folder.volume(facts.digest, facts.num_channels, is_checked=True)
                 return path, facts  # another file with the same content
             try:
-                folder.write(facts.digest, on_grid(stored, facts, s), asdict(facts))
+                folder.write(facts.digest, on_grid(stored, facts, s), facts.to_json())
             except OSError as error:
                 raise DataError(
                     f"{folder.folder}: the prepared volume of {printable(path)} cannot be written ({error.strerror}); "

@@ -53,19 +53,20 @@ LARGEST_IRREGULARITY = 0.05
 
 @dataclass(frozen=True)
 class Slice:
-    """One image of a series: its file and its header without the pixels, which places and scales it."""
+    """One image of a series: its file and the elements of its header that place and scale it."""
 
     path: Path
-    is_localizer: bool
-    values: Any
+    values: dict[str, Any]
+
+    @property
+    def is_localizer(self) -> bool:
+        """Return whether it is a picture to plan the scan with."""
+        kinds = self.get("ImageType") or ()
+        return "LOCALIZER" in [str(kind).upper() for kind in ([kinds] if isinstance(kinds, str) else kinds)]
 
     def get(self, name: str) -> Any:
-        """Return an element, None if it is missing, or its text if it is not of its own type."""
-        try:
-            return self.values.get(name)
-        except DAMAGE:
-            raw = self.values.get_item(name).value
-            return raw.decode("latin-1") if isinstance(raw, bytes) else str(raw)
+        """Return an element, or None if it is missing."""
+        return self.values[name]
 
     def refuse(self, name: str, allowed: str) -> UnsuitableError:
         """Return the error for an element that makes the series unusable."""
@@ -180,20 +181,18 @@ def _scan(entries: tuple[tuple[Any, ...], ...]) -> FolderOfImages:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=TAGS)
-                uid, kinds = str(values.get("SeriesInstanceUID", "")), values.get("ImageType") or ()
-                has_image = bool(values.get("Rows")) and bool(values.get("Columns"))
-                is_other = path.name.upper() == "DICOMDIR" or str(values.get("Modality")) in WITHOUT_IMAGE
+                header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=TAGS)
+                values = {name: header.get(name) for name in TAGS}
         except DAMAGE:
             unreadable.append(path)
             continue
-        if has_image:
-            names = [kinds] if isinstance(kinds, str) else kinds
-            is_localizer = "LOCALIZER" in [str(kind).upper() for kind in names]
-            series.setdefault(uid, []).append(Slice(path, is_localizer, values))
+        if values["Rows"] and values["Columns"]:
+            series.setdefault(str(values["SeriesInstanceUID"] or ""), []).append(Slice(path, values))
+        elif path.name.upper() == "DICOMDIR" or str(values["Modality"]) in WITHOUT_IMAGE:
+            others.append(path)
         else:
             # The header of an image may be cut before it says how large the image is.
-            (others if is_other else unreadable).append(path)
+            unreadable.append(path)
     return FolderOfImages({uid: tuple(images) for uid, images in series.items()}, tuple(unreadable), tuple(others))
 
 

@@ -11,13 +11,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 from nibabel.wrapstruct import WrapStructError
+from pydantic import PlainValidator
 from pydicom.errors import InvalidDicomError
 
 from runtime.files import printable
@@ -103,12 +104,12 @@ class Header:
     `axes` is the shape of the stored array, for messages.
     """
 
+    axes: tuple[int, ...]
     shape: tuple[int, int, int]
     num_channels: int
-    affine: np.ndarray
+    affine: Annotated[np.ndarray, PlainValidator(lambda rows: np.array(rows, np.float64).reshape(4, 4))]
     dtype: str
     has_spacing: bool
-    axes: tuple[int, ...]
 
     @property
     def spacing_mm(self) -> tuple[float, float, float]:
@@ -164,7 +165,7 @@ def header_of(
     if kind.kind not in "biuf":
         raise UnsuitableError(f"voxels of type {kind}; integers or real numbers are allowed; convert it")
     x, y, z = shape
-    return Header((x, y, z), num_channels, affine, kind.str, has_spacing, axes)
+    return Header(axes, (x, y, z), num_channels, affine, kind.str, has_spacing)
 
 
 Opened = tuple[Header, Callable[[], Stored]]

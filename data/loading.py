@@ -63,7 +63,7 @@ def load_volume(path: str | Path, s: DataSettings, num_channels: int | None = No
     """
     stored, facts = measure(Path(path), s)
     is_other = num_channels is not None and facts.num_channels != num_channels
-    problem = channels_text(facts.header, num_channels or 0) if is_other else unusable(facts, s)
+    problem = channels_text(facts, num_channels or 0) if is_other else unusable(facts, s)
     if problem is not None:
         raise FileError(path, problem)
     return _loaded(on_grid(stored, facts, s), facts, s)
@@ -90,7 +90,7 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
 
 
 def _loaded(image: np.ndarray, facts: VolumeFacts, s: DataSettings) -> LoadedVolume:
-    geometry = geometry_of(facts.header, s)
+    geometry = geometry_of(facts, s)
     return LoadedVolume(torch.from_numpy(image), geometry, facts.lower, facts.upper, facts.digest)
 
 

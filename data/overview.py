@@ -28,9 +28,6 @@ LARGEST_RINGING = 0.1
 # at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
 LEAST_OF_LABELS = 0.7
 
-PERCENTILES = {"minimum": 0, "5th percentile": 5, "median": 50, "95th percentile": 95, "maximum": 100}
-INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile"))
-
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
     """Return whether a volume has whole values, none negative, however many, in regions of equal ones."""
@@ -55,26 +52,33 @@ def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
     return []
 
 
-def statistics(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, dict[str, float]]:
-    """Return percentiles of sizes, spacings and intensities over all volumes, by what was measured."""
-    measures = _shape_measures(facts, s)
-    measures |= {f"{title} of intensities": [getattr(fact, name) for fact in facts] for name, title in INTENSITIES}
-    result = {}
-    for title, values in measures.items():
-        known = [value for value in values if not math.isnan(value)]
-        if known:
-            ends = {word: float(np.percentile(known, p, method="nearest")) for word, p in PERCENTILES.items()}
-            result[title] = {**ends, "median": float(np.median(known))}
-    return result
+def cropping(facts: Sequence[VolumeFacts], s: DataSettings) -> str | None:
+    """Return a line on volumes that the grid cuts a part away from; None without."""
+    if s.resize != "crop_or_pad":
+        return None
+    shapes = [geometry_of(fact, s).spaced_shape for fact in facts]
+    kept = [math.prod(min(new / old, 1.0) for old, new in zip(shape, s.voxel_size, strict=True)) for shape in shapes]
+    number = sum(share < 1 for share in kept)
+    if not number:
+        return None
+    return (
+        f"data.voxel_size {' x '.join(map(str, s.voxel_size))} cuts {number} of {len(facts)} volumes, by up to "
+        f"{1 - min(kept):.0%} of their voxels (data.resize: crop_or_pad); a larger grid or spacing keeps them whole"
+    )
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     """Return the ranges of all volumes, those of sizes and spacings along the axes of RAS."""
+    measures = _shape_measures(facts, s)
+    for name, title in (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile")):
+        measures[f"{title} of intensities"] = [getattr(fact, name) for fact in facts]
     lines = []
-    for title, ends in statistics(facts, s).items():
-        low, some, middle, most, high = (f"{value:.4g}" for value in ends.values())
-        spread = f"{low} to {high} (median {middle}, 90 % from {some} to {most})"
-        lines.append(f"{title}: {low if low == high else spread}")
+    for title, values in measures.items():
+        known = [value for value in values if not math.isnan(value)]
+        if known:
+            low, some, middle, most, high = (f"{end:.4g}" for end in np.percentile(known, (0, 5, 50, 95, 100)))
+            spread = f"{low} to {high} (median {middle}, 90 % from {some} to {most})"
+            lines.append(f"{title}: {low if low == high else spread}")
     return lines
 
 
@@ -111,8 +115,8 @@ def _shape_measures(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, 
 
 def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the size and spacing of a volume with its axes in the order of RAS."""
-    axes = geometry_of(facts.header, s).axes
-    spacing = facts.header.spacing_mm
+    axes = geometry_of(facts, s).axes
+    spacing = facts.spacing_mm
     return tuple(facts.shape[axis] for axis in axes), tuple(spacing[axis] for axis in axes)
 
 

@@ -57,7 +57,7 @@ def checked_partners(
             problems += map(str, result.problems)
             continue
         reasons = (
-            mismatch(result.path, facts.header, file.path, read_header(file.path), data),
+            mismatch(result.path, facts, file.path, read_header(file.path), data),
             problem_of(result.path, facts),
         )
         problems += [reason for reason in reasons if reason is not None]

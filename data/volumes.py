@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import Any
 
 from data import dicom
 from data.checking import Checked, VolumeFacts, check_files
@@ -24,7 +25,7 @@ from data.discovery import (
     with_folders,
 )
 from data.header import Note, grouped, left_out, problem_lines
-from data.overview import looks_like_labels
+from data.overview import cropping, looks_like_labels
 from data.partners import rows_of
 from data.phantoms import phantom_files, phantom_paths
 from runtime.files import PHANTOMS, counted, printable
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 
 FOLDER = "folder"
 COLUMN = "column:"
+
+
+def _sha256(text: str) -> Any:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class DataSplit:
     def fingerprint(self) -> str:
         """Return a hash of the names, labels and split, which decide which volume a step sees."""
         parts = [f"{part}\t{f.name}\t{f.label}" for part in ("train", "val") for f in getattr(self, part)]
-        return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+        return _sha256("\n".join(parts)).hexdigest()
 
     @property
     def digests(self) -> dict[str, str]:
@@ -144,6 +149,8 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
         raise DataError(f"data.source: {printable(s.source)} has {number}:\n{problem_lines(source.problems)}")
     for line in grouped(source.left_out):
         log.warning("data: %s", line)
+    if (cropped := cropping([facts for _, facts in source.usable], s)) is not None:
+        log.warning("data: %s", cropped)
     digests = {volume: facts.digest for volume, facts in source.usable}
     names: dict[str, list[str]] = {}
     for volume, digest in digests.items():
@@ -163,19 +170,16 @@ def _split_files(digests: Mapping[DiscoveredVolume, str], s: DataSettings, seed:
     class_names = class_names_of([*digests])
     numbers = {name: number for number, name in enumerate(class_names)}
     train, val = split([*digests], s, seed)
-    if s.group_by is None and all(volume.split is None for volume in digests):
-        warning = suspected_patients([*digests])
-        if warning is not None:
-            log.warning("data: %s", warning)
+    is_free = s.group_by is None and all(volume.split is None for volume in digests)
+    if is_free and (warning := suspected_patients([*digests])) is not None:
+        log.warning("data: %s", warning)
     log.info("data: %d training and %d validation volumes", len(train), len(val))
 
-    def files(volumes: Sequence[DiscoveredVolume]) -> tuple[VolumeFile, ...]:
-        return tuple(
-            VolumeFile(volume.path, volume.name, numbers.get(volume.class_name or ""), in_channels, digests[volume])
-            for volume in volumes
-        )
-
-    return DataSplit(files(train), files(val), class_names)
+    files = {
+        volume: VolumeFile(volume.path, volume.name, numbers.get(volume.class_name or ""), in_channels, digest)
+        for volume, digest in digests.items()
+    }
+    return DataSplit(tuple(files[v] for v in train), tuple(files[v] for v in val), class_names)
 
 
 def split(
@@ -194,7 +198,7 @@ def split(
         train, val = ([volume for volume in volumes if volume.split == side] for side in ("training", "validation"))
     else:
         names = groups or {volume: volume.name for volume in volumes}
-        ranked = sorted({*names.values()}, key=lambda name: _hash(seed, name))
+        ranked = sorted({*names.values()}, key=lambda name: _sha256(f"{seed}\n{name}").digest()[:7])
         held_out = {*ranked[: s.num_held_out(len(ranked))]}
         train = [volume for volume in volumes if names[volume] not in held_out]
         val = [volume for volume in volumes if names[volume] in held_out]
@@ -206,10 +210,6 @@ def split(
             f"{len(val)} held out; at least 1 and {LEAST_HELD_OUT} are needed; {remedy}"
         )
     return train, val
-
-
-def _hash(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()[:7]
 
 
 def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> dict[DiscoveredVolume, str] | None:

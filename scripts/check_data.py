@@ -71,7 +71,7 @@ def _row(volume, checked) -> tuple[str, ...]:
 
     cells, facts = [""] * 6, checked.facts
     if facts is not None:
-        spacing = "x".join(f"{mm:.3g}" for mm in facts.header.spacing_mm) if facts.has_spacing else "none"
+        spacing = "x".join(f"{mm:.3g}" for mm in facts.spacing_mm) if facts.has_spacing else "none"
         ends = [f"{low:g} to {high:g}" for low, high in zip(facts.lower, facts.upper, strict=True)]
         scaled = ", ".join(ends if len(ends) <= MOST_CHANNELS else [ends[0], f"and {len(ends) - 1} more channels"])
         cells = ["x".join(map(str, facts.axes)), spacing, np.dtype(facts.dtype).name]
@@ -92,7 +92,7 @@ def _partner_problems(source, settings) -> list[str]:
 
 def _findings(source, settings, unpaired: list[str]) -> dict:
     """Return all results as JSON has them."""
-    from data.overview import outlier_lines, statistics
+    from data.overview import outlier_lines, range_lines
     from data.volumes import suspected_patients
 
     volumes = []
@@ -102,7 +102,7 @@ def _findings(source, settings, unpaired: list[str]) -> dict:
         if (facts := checked.facts) is not None:
             # JSON has no NaN, and a volume without finite voxels has no range.
             low, high = (number if math.isfinite(number) else None for number in (facts.minimum, facts.maximum))
-            spacing = facts.header.spacing_mm if facts.has_spacing else None
+            spacing = facts.spacing_mm if facts.has_spacing else None
             entry |= {"shape": facts.axes, "spacing_mm": spacing, "type": facts.dtype, "minimum": low, "maximum": high}
         volumes.append(entry)
     names, usable = _usable(source)
@@ -111,7 +111,7 @@ def _findings(source, settings, unpaired: list[str]) -> dict:
         "problems": [str(problem) for problem in source.problems],
         "partner_problems": unpaired,
         "left_out": [str(note) for note in source.left_out],
-        "statistics": statistics(usable, settings.data),
+        "ranges": range_lines(usable, settings.data) if usable else [],
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.volumes),
         "suggested_grid": (_suggested(source, settings) or {}).get("data.voxel_size") if usable else None,

@@ -76,7 +76,7 @@ class LabelMap(ConditionKind):
         if (problem := label_problem(path, facts, number)) is not None:
             raise DataError(problem)
         shares = label_shares(path, number, data, asked.settings.latent_shape[1:])
-        return shares, Space(geometry_of(facts.header, data))
+        return shares, Space(geometry_of(facts, data))
 
 
 def label_shares(

@@ -165,7 +165,7 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
 
 
 def header_of(affine: np.ndarray, shape: tuple[int, int, int] = (12, 10, 8), has_spacing: bool = True) -> Header:
-    return Header(shape, 1, affine, "<f4", has_spacing, shape)
+    return Header(shape, shape, 1, affine, "<f4", has_spacing)
 
 
 def turned_about_the_diagonal(degrees: float) -> np.ndarray:

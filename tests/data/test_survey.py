@@ -213,13 +213,21 @@ def test_natural_spread_is_not_unusual_and_what_is_beyond_it_is_named(make_volum
         r"size along z: 2\d to 200 \(median 3[\d.]+, 90 % from 2\d to 4\d\)",
         "\n".join(range_lines(facts, build_settings())),
     )
-    facts[7] = replace(facts[7], has_spacing=False, affine=tuple(map(tuple, np.eye(4).tolist())))
+    facts[7] = replace(facts[7], has_spacing=False, affine=np.eye(4))
     large, ct, spike, long = outlier_lines(names, facts, build_settings())
     assert large.startswith("v03: largest intensity 1e+06, median ")
     assert "range of intensities 4e+05, median " in large
     assert ct == "v04: looks like CT, most others like MR or another positive modality"
     assert spike.startswith("v05: largest intensity 2e+06, median ")
     assert long.startswith("v06: size along z 200, median ")
+
+
+def test_a_grid_that_cuts_volumes_is_said_in_one_line(folder, caplog):
+    values = {"source": str(folder), "resize": "crop_or_pad"}
+    prepare_volumes(build_settings(**values, voxel_size=[12, 16, 8]), 0, 1)
+    assert "cuts" not in caplog.text
+    prepare_volumes(build_settings(**values, voxel_size=[6, 16, 8]), 0, 1)
+    assert caplog.text.count("data.voxel_size 6 x 16 x 8 cuts 8 of 8 volumes, by up to 50% of their voxels") == 1
 
 
 def test_folders_of_cases_are_no_classes_and_label_maps_do_not_make_them_so(tmp_path):
