@@ -243,27 +243,6 @@ def test_file_with_foreign_pieces_is_read_or_refused(tmp_path, suffix):
         assert path.name in message
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{'descr': '<f4', [1]: False, 'shape': (4, 4, 4)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 4, " + b"(" * 500,
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999, 4, 4)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4, 4)}",
-        b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (4, 4, 4)}",
-        b"{'descr'",
-    ],
-)
-def test_invalid_numpy_headers_are_refused(tmp_path, header):
-    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(960)
-    (tmp_path / "v.npy").write_bytes(content)
-    with zipfile.ZipFile(tmp_path / "v.npz", "w") as archive:
-        archive.writestr("image.npy", content)
-    for name in ("v.npy", "v.npz"):
-        with pytest.raises(DataError, match=rf"{name}: "):
-            read_volume(tmp_path / name)
-
-
 @every_format
 @pytest.mark.parametrize("mistake", [AttributeError, ValueError, RuntimeError, KeyError])
 def test_our_own_bugs_are_not_reported_as_damaged_files(tmp_path, suffix, mistake, monkeypatch):
