@@ -17,10 +17,8 @@ from runtime.files import counted, printable, size_text
 from settings import UserError, load_settings, look_up
 from settings.writing import value_text
 
-# Unusual volumes, and volumes without a partner, that are shown; --json has all of them.
-MOST_SHOWN = 10
-# Channels whose range of intensities is shown.
-MOST_CHANNELS = 4
+# Of unusual volumes and volumes without a partner, of which --json has all, and of channels, what is shown.
+MOST_SHOWN, MOST_CHANNELS = 10, 4
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
