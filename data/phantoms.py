@@ -100,8 +100,8 @@ def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> 
         side = rng.choice([-1.0, 1.0])
         offset = head * (side * rng.uniform(0.28, 0.42), rng.uniform(-0.35, 0.35), rng.uniform(0.0, 0.3))
         radii, turn = head * rng.uniform(0.28, 0.36, size=3), tilt @ _rotation(rng.uniform(-0.8, 0.8, size=3))
-        for share, value in ((1.35, (0.34, 0.40)), (1.0, (0.95, 1.0)), (0.5, (0.20, 0.28))):
-            canvas.ellipsoid(centre + tilt @ offset, radii * share, turn, rng.uniform(*value))
+        for share, low, high in ((1.35, 0.34, 0.40), (1.0, 0.95, 1.0), (0.5, 0.20, 0.28)):
+            canvas.ellipsoid(centre + tilt @ offset, radii * share, turn, rng.uniform(low, high))
     return canvas.finished(rng)
 
 

@@ -248,7 +248,8 @@ def read_condition(
     problem = volume_problem(path, facts, reading, s)
     if problem is not None:
         raise DataError(problem)
-    voxels, header, factors = stored.values(stored.array), facts, (1, 1, 1)
+    voxels, factors = stored.values(stored.array), (1, 1, 1)
+    header: Header = facts
     if s.is_from_target and s.degrade.is_coarser:
         by_axis = dict(zip(geometry_of(header, reading).axes, s.degrade.downsample, strict=True))
         factors = (by_axis[0], by_axis[1], by_axis[2])

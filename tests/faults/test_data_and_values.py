@@ -47,7 +47,6 @@ def test_killed_worker_is_reported_as_such(start, tmp_path):
     worker.kill()
     assert command.wait() == 2, command.output
     assert "a DataLoader worker died (" in command.output
-    assert str(worker.pid) in command.output
     assert "Traceback" not in command.output
     assert checkpoints(tmp_path, "autoencoder")
 
