@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import math
-import mmap
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import os
+import signal
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -15,15 +20,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from data.discovery import VolumeFile
 from data.loading import load_file, random_part
-from data.volumes import VolumeFile
-from data.workers import Failure, make_loader, num_workers, one_ahead, start
-from settings import ConfigError, DataError, Problem, TrainingSettings
+from runtime.cli.bars import ProgressBar
+from settings import ConfigError, DataError, Problem, TrainingError, TrainingSettings
 from settings.data import DataSettings
+
+Item = TypeVar("Item")
 
 # Each use of the seed has its own random stream.
 ORDER_STREAM = 1
 SAMPLE_STREAM = 2
+
+# Of num_workers: auto, by where the volumes are kept.
+MOST_WORKERS = {"disk": 2, "memory": 2, "none": 8}
+
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -90,24 +102,23 @@ class BatchPlan:
         return lambda step, micro_batch: [files[order(k)].name for k in self.positions(step, micro_batch)]
 
 
+@dataclass(frozen=True)
 class VolumeOrder:
     """The order of the volumes: every pass visits each volume once, in a new random order."""
 
-    def __init__(self, seed: int, number: int) -> None:
-        assert number > 0, "an order needs at least one volume"
-        self.seed = seed
-        self.number = number
-        self._pass = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+    seed: int
+    number: int
 
     def __call__(self, position: int) -> int:
         """Return the index of the volume at a position."""
         pass_number, place = divmod(position, self.number)
-        if pass_number != self._pass:
-            rng = np.random.default_rng([self.seed, ORDER_STREAM, pass_number])
-            self._permutation = rng.permutation(self.number)
-            self._pass = pass_number
-        return int(self._permutation[place])
+        return int(_permutation(self.seed, self.number, pass_number)[place])
+
+
+@lru_cache(maxsize=8)
+def _permutation(seed: int, number: int, pass_number: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, ORDER_STREAM, pass_number])
+    return rng.permutation(number)
 
 
 def training_batches(
@@ -125,8 +136,8 @@ def training_batches(
         for step in range(first_step, last_step)
         for micro_batch in range(plan.accumulation)
     )
-    workers = num_workers(s, partial(samples.__getitem__, plan.positions(first_step, 0)[0]), plan.batch_size)
-    batches = start(make_loader(samples, s, chunks, workers, _collate, plan.accumulation))
+    workers = _num_workers(s)
+    batches = _start(_loader(samples, s, chunks, workers, plan.accumulation))
     steps = ([next(batches) for _ in range(plan.accumulation)] for _ in range(first_step, last_step))
     # Without workers the run itself reads, when it needs the samples.
     return one_ahead(steps) if workers else steps
@@ -151,50 +162,25 @@ class ValidationBatches:
         if self._samples is None:
             return iter(())
         if self._loader is None or not self._settings.persistent_workers:
-            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self))
-            self._loader = make_loader(self._samples, self._settings, self._positions, workers, _collate)
-        return start(self._loader)
+            workers = min(_num_workers(self._settings), len(self))
+            self._loader = _loader(self._samples, self._settings, self._positions, workers)
+        return _start(self._loader)
 
 
-class VolumeMemory:
-    """Slots for `number` volumes of one shape, each filled when its volume is first loaded.
-
-    Workers forked later share the memory: the one that loads a volume first fills its slot. If two load the same volume
-    at once, both write the same bytes.
-    """
-
-    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
-        volume_bytes = 4 * math.prod(shape)
-        available = psutil.virtual_memory().available
-        if number * volume_bytes > available:
-            needed, free = (f"{size / 2**30:.1f} GiB" for size in (number * volume_bytes, available))
-            found = f"memory: {number} volumes need {needed} of memory, {free} is free"
-            fits = f"at most {available // volume_bytes} volumes fit"
-            raise ConfigError([Problem("data.prepared", found, fits, "set disk, which needs no memory, or none")])
-        self._is_filled = np.frombuffer(mmap.mmap(-1, number), np.bool_)
-        volumes = np.frombuffer(mmap.mmap(-1, number * volume_bytes), np.float32)
-        self._volumes = torch.from_numpy(volumes.reshape(number, *shape))
-        # A memory barrier: no CPU may see the flag before the volume it announces.
-        self._fence = threading.Lock()
-
-    def get(self, index: int) -> Tensor | None:
-        """Return a volume, or None if it is not there yet; the tensor is a view: do not write to it."""
-        with self._fence:
-            is_filled = bool(self._is_filled[index])
-        return self._volumes[index] if is_filled else None
-
-    def put(self, index: int, image: Tensor) -> None:
-        """Fill the slot of a volume."""
-        self._volumes[index].copy_(image)
-        with self._fence:
-            self._is_filled[index] = True
+def one_ahead(items: Iterator[Item]) -> Generator[Item]:
+    """Yield the items; a thread gets the next one while the caller works on the current one."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 @dataclass(frozen=True)
-class _Sample:
-    image: Tensor
-    position: int
-    file: VolumeFile
+class _Failure:
+    """A DataError that a worker returns as a value, because the loader would bury its text in a traceback."""
+
+    text: str
 
 
 class _Samples(Dataset):
@@ -205,43 +191,124 @@ class _Samples(Dataset):
         self.settings = s
         self.plan = plan
         self.order = VolumeOrder(plan.seed, len(files)) if plan is not None else int
-        self.memory: VolumeMemory | None = None
-        if s.prepared == "memory":
-            self.memory = VolumeMemory(len(self.files), (self.files[0].num_channels, *s.voxel_size))
+        # Workers forked later share the memory.
+        self.kept = _in_memory(self.files, s) if s.prepared == "memory" else None
 
-    def __getitem__(self, position: int) -> _Sample | Failure:
-        index = self.order(position)
+    def __getitems__(self, positions: Sequence[int]) -> Batch | _Failure:
+        """Return a batch."""
+        files = [self.files[self.order(position)] for position in positions]
         try:
-            image = self._read(index)
+            images = [self._image(position) for position in positions]
         except DataError as error:
-            return Failure(str(error))
-        if self.plan is not None and (self.settings.patch_size is not None or self.settings.use_augmentation):
-            image = random_part(image, self.settings, self.plan.sample_rng(position))
-        return _Sample(image, position, self.files[index])
+            return _Failure(str(error))
+        labels = [file.label for file in files]
+        return Batch(
+            # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a
+            # kept volume, and a patch reads only its own pages of a file.
+            image=default_collate(images),
+            positions=tuple(positions),
+            labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
+            files=tuple(file.name for file in files),
+        )
 
-    def _read(self, index: int) -> Tensor:
-        """Return a volume on the network's grid; it may be a view: do not write to it."""
-        kept = self.memory.get(index) if self.memory is not None else None
-        if kept is not None:
-            return kept
-        image = load_file(self.files[index], self.settings).image
-        if self.memory is not None:
-            self.memory.put(index, image)
+    def _image(self, position: int) -> Tensor:
+        index = self.order(position)
+        image = load_file(self.files[index], self.settings).image if self.kept is None else self.kept[index]
+        if self.plan is not None and (self.settings.patch_size is not None or self.settings.use_augmentation):
+            return random_part(image, self.settings, self.plan.sample_rng(position))
         return image
 
 
-def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:
-    loaded: list[_Sample] = []
-    for sample in samples:
-        if isinstance(sample, Failure):
-            return sample
-        loaded.append(sample)
-    labels = [sample.file.label for sample in loaded]
-    return Batch(
-        # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a
-        # kept volume, and a patch reads only its own pages of a file.
-        image=default_collate([sample.image for sample in loaded]),
-        positions=tuple(sample.position for sample in loaded),
-        labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
-        files=tuple(sample.file.name for sample in loaded),
+def _in_memory(files: Sequence[VolumeFile], s: DataSettings) -> list[Tensor]:
+    """Read all volumes in parallel; raise ConfigError if they do not fit in the memory that is free."""
+    volume_bytes, available = 4 * files[0].num_channels * math.prod(s.voxel_size), psutil.virtual_memory().available
+    if len(files) * volume_bytes > available:
+        needed, free = (f"{size / 2**30:.1f} GiB" for size in (len(files) * volume_bytes, available))
+        found = f"memory: {len(files)} volumes need {needed} of memory, {free} is free"
+        fits = f"at most {available // volume_bytes} volumes fit"
+        raise ConfigError([Problem("data.prepared", found, fits, "set disk, which needs no memory, or none")])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        read = threads.map(lambda file: load_file(file, s).image, files)
+        return [*ProgressBar(read, total=len(files), desc="reading volumes", unit="volume", leave=False)]
+
+
+def _num_workers(s: DataSettings) -> int:
+    """Return the number of workers: the one that is set, or for auto enough that a GPU need not wait.
+
+    A prepared volume takes milliseconds to read, and training on the CPU would compete with its workers.
+    """
+    if s.num_workers != "auto":
+        return s.num_workers
+    if not torch.cuda.is_available():
+        return 1
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_WORKERS[s.prepared], cores - 1))
+
+
+def _loader(
+    samples: _Samples, s: DataSettings, chunks: Iterable[Sequence[int]], num_workers: int, per_update: int = 1
+) -> DataLoader:
+    """Return a loader that makes one batch of each chunk of positions, of which an update uses several."""
+    has_workers = num_workers > 0
+    # While one update is computed, the workers load all of the next.
+    ahead = math.ceil(per_update / max(num_workers, 1)) + 1
+    return DataLoader(
+        samples,
+        batch_sampler=chunks,  # type: ignore[arg-type]
+        collate_fn=lambda batch: batch,
+        num_workers=num_workers,
+        prefetch_factor=ahead if has_workers else None,
+        # auto pins as well: without a GPU there is nothing to copy to.
+        pin_memory=bool(s.pin_memory) and torch.cuda.is_available(),
+        persistent_workers=s.persistent_workers and has_workers,
+        worker_init_fn=_ignore_signals if has_workers else None,
+        # Forked workers share the memory of `prepared: memory`.
+        multiprocessing_context="fork" if has_workers else None,
     )
+
+
+def _ignore_signals(_: int) -> None:
+    # A signal reaches the whole process group, but the training process decides when its workers stop.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    # At exit Python sends each child SIGTERM, which workers ignore, and then waits for it.
+    for worker in _workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+def _start(loader: DataLoader) -> Iterator[Any]:
+    """Start the loader's workers and return its batches."""
+    previous = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    _workers.update(getattr(batches, "_workers", ()))
+    # torch's SIGCHLD handler would raise anywhere in the training step; `_checked` notices a dead worker as well.
+    if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
+        signal.signal(signal.SIGCHLD, previous)
+    return _checked(batches, loader.num_workers > 0)
+
+
+def _checked(batches: Iterator[Any], has_workers: bool) -> Iterator[Any]:
+    """Yield the batches; raise DataError for a `_Failure`, and TrainingError when a worker dies."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            # A worker that died while it handed over a batch leaves an OSError or an EOFError.
+            if not has_workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
+                raise
+            raise TrainingError(
+                f"data.num_workers: a DataLoader worker died ({error}), most likely because memory ran out; lower "
+                "data.num_workers, set data.prepared: disk, or raise --shm-size in a container"
+            ) from error
+        if isinstance(batch, _Failure):
+            # The traceback holds this frame, which would keep the workers alive for as long as the error is kept.
+            del batches
+            raise DataError(batch.text)
+        yield batch

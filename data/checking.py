@@ -1,4 +1,4 @@
-"""Checks and prepares every volume in one pass over the files, in parallel, and goes on where it was stopped."""
+"""Reads, measures and prepares each volume once, in parallel, and goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
+from pydantic import TypeAdapter
 
-from data.files.header import FileError, Note
-from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
-from data.geometry import geometry_of
-from data.intensity import INTENSITY
-from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
-from data.store import PreparedFolder, StoredError
+from data.formats import COPIES_WHILE_READING, channels_text, content_digest, read_header, read_stored, signature
+from data.geometry import geometry_of, in_planes
+from data.header import FileError, Header, Note, Stored
+from data.intensity import INTENSITY, Ranking, equal_neighbours, range_problem, scale_to_network
+from data.store import NUMBER, PAGE, ArrayFolder, StoredError
 from runtime.cli.bars import ProgressBar
-from runtime.files import CHECKS, counted, exclusive_lock, printable, size_text
+from runtime.files import CHECKS, PREPARED, counted, exclusive_lock, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
 
@@ -33,6 +34,159 @@ MOST_THREADS = 8
 
 # Part of the name of the file that holds results: change it whenever `VolumeFacts` changes.
 VERSION = 5
+
+# Part of the name of a folder of prepared volumes: change it whenever the same file and settings would be stored
+# differently.
+PREPARED_VERSION = 3
+
+# The settings that decide how a volume is prepared. Random crops and augmentation come after.
+DECISIVE = {"spacing", "voxel_size", "resize", "intensity", "frame"}
+
+
+@dataclass(frozen=True)
+class VolumeFacts(Header):
+    """What reading one whole file found, besides its header.
+
+    `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
+    99th percentile of the first channel. `is_whole` says whether all values are whole numbers, `equal_neighbours`
+    which share of neighbouring voxels is then equal, the lowest of all channels, else 0. `digest` is the hash of the
+    file's bytes. `background` is the share of the first channel's voxels in the lowest tenth between `low` and `high`;
+    NaN if it was not measured.
+    """
+
+    minimum: float
+    maximum: float
+    num_not_finite: int
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    low: float
+    median: float
+    high: float
+    is_whole: bool
+    equal_neighbours: float
+    digest: str
+    background: float = math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as `facts_from` takes them."""
+        return asdict(self) | {"affine": self.affine.tolist()}
+
+
+# Turns the dictionary that JSON gives back into facts; raises ValueError if it is damaged.
+facts_from = TypeAdapter(VolumeFacts).validate_python
+
+
+def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> tuple[Stored, VolumeFacts]:
+    """Read one whole file and measure it; raise DataError, naming it, if it cannot be read.
+
+    With `is_known`, bool on the file's grid, only the voxels where it is True are measured.
+    """
+    before = signature(path)
+    stored, header = read_stored(path)
+    digest = content_digest(path)
+    if signature(path) != before:
+        raise FileError(path, "it changed while it was read; run the same command again")
+    if s.frame is not None and header.num_channels > 1:
+        if s.frame >= header.num_channels:
+            raise FileError(
+                path,
+                f"data.frame is {s.frame}, and it holds {header.num_channels} volumes "
+                f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it",
+            )
+        stored, header = stored.channel(s.frame), replace(header, num_channels=1)
+    measured = stored if is_known is None else replace(stored, array=stored.array[:, is_known][:, :, None, None])
+    channels = [Ranking(measured.channel(number)) for number in range(header.num_channels)]
+    num_not_finite = sum(channel.num_not_finite for channel in channels)
+    # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
+    most = s.intensity.num_rules if s.intensity.num_rules > 1 else len(channels)
+    percentiles, ranges = [], []
+    for number, channel in enumerate(channels):
+        mode, lower, upper = s.intensity.of_channel(min(number, most - 1))
+        # One call for all of them, because each call may be a pass over the volume.
+        asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if mode == "window" else (lower, upper)))
+        values = channel.percentiles(asked) if channel.count else [math.nan] * len(asked)
+        percentiles.append(values)
+        ends = (lower, upper) if mode == "window" else (values[5], values[6])
+        ranges.append((0.0, 0.0) if num_not_finite else ends)
+    is_whole = all(channel.is_whole for channel in channels) and not num_not_finite
+    finite = [values for values, channel in zip(percentiles, channels, strict=True) if channel.count] or percentiles
+    _, low, median, high, *_ = percentiles[0]
+    facts = VolumeFacts(
+        **vars(header),
+        minimum=min(values[0] for values in finite),
+        maximum=max(values[4] for values in finite),
+        num_not_finite=num_not_finite,
+        lower=tuple(lower for lower, _ in ranges),
+        upper=tuple(upper for _, upper in ranges),
+        low=low,
+        median=median,
+        high=high,
+        is_whole=is_whole,
+        equal_neighbours=min(equal_neighbours(measured.channel(n)) for n in range(len(channels))) if is_whole else 0.0,
+        digest=digest,
+        background=channels[0].share_up_to(0.9 * low + 0.1 * high) if channels[0].count else math.nan,
+    )
+    return stored, facts
+
+
+def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
+    """Return a measured volume on the network's grid and in its range, as float32 (C, D, H, W)."""
+    geometry = geometry_of(facts, s)
+    oriented = geometry.oriented(stored.array)
+    parts = (scale_to_network(stored.values(part), facts.lower, facts.upper) for part in in_planes(oriented))
+    return geometry.to_network_grid(facts.num_channels, parts)
+
+
+def unusable(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> str | None:
+    """Return why a measured volume cannot be scaled, or None if it can; `section` has the rules of its intensities."""
+    number = facts.num_not_finite
+    if number:
+        verb = "voxel is" if number == 1 else "voxels are"
+        return f"{number:,} {verb} NaN or infinite; finite numbers are needed; replace them"
+    rules = [s.intensity.of_channel(number) for number in range(s.intensity.num_rules)]
+    for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
+        if facts.maximum <= low or facts.minimum >= high:
+            return (
+                f"intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} to {high:g}; the "
+                f"window must hold some of them; change {section}"
+            )
+    return range_problem(facts.lower, facts.upper, s.intensity, section)
+
+
+def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: int) -> list[Note]:
+    """Return what keeps a file that could be read from being used."""
+    texts = [] if facts.num_channels == in_channels else [channels_text(facts, in_channels)]
+    if (reason := unusable(facts, s)) is not None:
+        texts.append(reason)
+    if s.spacing is not None and not facts.has_spacing:
+        texts.append("numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null")
+    elif s.spacing is not None:
+        spaced = geometry_of(facts, s).spaced_shape
+        needed, free = 8.0 * facts.num_channels * math.prod(map(float, spaced)), psutil.virtual_memory().available
+        if needed > free:
+            texts.append(
+                f"data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
+                f"{free / 2**30:.1f} GiB of memory is free; choose a larger spacing"
+            )
+    return [Note(printable(path), text) for text in texts]
+
+
+class PreparedFolder(ArrayFolder):
+    """The prepared volumes of one way of preparing them, by the hash of the source's bytes."""
+
+    def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
+        decisive = json.dumps([PREPARED_VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
+        super().__init__(root / hashlib.sha256(decisive.encode()).hexdigest()[:24])
+        self.grid = tuple(s.voxel_size)
+
+    def volume(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
+        """Return one prepared volume (float32, C, D, H, W) with what was measured in its source, as `read` does."""
+        image, facts = self.read(digest, (num_channels, *self.grid), is_checked)
+        return image, facts_from(facts)
+
+    def has(self, facts: VolumeFacts) -> bool:
+        """Return whether a volume is there and complete."""
+        return self.find(facts.digest, (facts.num_channels, *self.grid), is_checked=False) is not None
 
 
 @dataclass(frozen=True)
@@ -52,42 +206,41 @@ def check_files(
     Only new and changed files, and those whose prepared volume is missing or damaged, are read. What was measured is
     kept in `results_folder`. If several processes call this, one reads and the others wait for it.
     """
-    results = results_folder / f"{_results_key(paths, s)}.jsonl"
+    common = os.path.commonpath([os.path.abspath(path) for path in paths])
+    intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r} {s.frame}"
+    key = hashlib.sha256(f"{VERSION}\n{common}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    results = results_folder / f"{key}.jsonl"
     folder = PreparedFolder(s) if s.prepared == "disk" else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive_lock(results.with_suffix(".lock")))
-        if folder is not None:
-            stack.enter_context(exclusive_lock(folder.folder / ".lock"))
-            folder.tidy()
         measured = _Measured(results)
         # Taken before reading, so that a file written meanwhile is read again next time.
         keys = {path: f"{os.path.abspath(path)}\n{signature(path)}" for path in paths}
-        known = {path: measured.facts[key] for path, key in keys.items() if key in measured.facts}
-        lacking: set[str] = set()
-        num_others = 0
+        found: dict[Path, VolumeFacts | Note] = {}
+        sizes: dict[Path, int] = {}
         if folder is not None:
-            good = {f.digest for path, f in known.items() if not any(problems_of(path, f, s, in_channels))}
-            intact = folder.intact(good, in_channels)
-            lacking = good - intact
-            # Those of other files; a folder that was moved needs no space.
-            num_others = len(folder) - len(intact)
-        new = [path for path in paths if path not in known or known[path].digest in lacking]
-        sizes = {path: _num_bytes(path) for path in new}
-        if folder is not None and any(sizes.values()):
-            _require_space(folder, sum(map(bool, sizes.values())), num_others, in_channels)
-        errors = {}
-        for path, result in _read_all(sizes, s, in_channels, folder):
-            if isinstance(result, Note):
-                errors[path] = result
+            stack.enter_context(exclusive_lock(folder.folder / ".lock"))
+        for path, key in keys.items():
+            facts = measured.facts.get(key)
+            if facts is None or (folder and not problems_of(path, facts, s, in_channels) and not folder.has(facts)):
+                sizes[path] = _num_bytes(path)
             else:
+                found[path] = facts
+        if folder is not None and any(sizes.values()):
+            number = sum(map(bool, sizes.values()))
+            needed = size_text(number * (PAGE + NUMBER.itemsize * in_channels * math.prod(s.voxel_size)))
+            log.info("data: preparing %s once, %s in %s", counted(number, "volume"), needed, folder.folder)
+        for path, result in _read_all(sizes, s, in_channels, folder):
+            found[path] = result
+            if isinstance(result, VolumeFacts):
                 measured.add(keys[path], result)
     checked = []
     for path in paths:
-        if path in errors:
-            checked.append(Checked(path, None, (errors[path],)))
+        result = found[path]
+        if isinstance(result, Note):
+            checked.append(Checked(path, None, (result,)))
         else:
-            facts = measured.facts[keys[path]]
-            checked.append(Checked(path, facts, tuple(problems_of(path, facts, s, in_channels))))
+            checked.append(Checked(path, result, tuple(problems_of(path, result, s, in_channels))))
     return checked
 
 
@@ -105,52 +258,16 @@ class _Measured:
                     self.facts[str(key)] = facts_from(values)
 
     def add(self, key: str, facts: VolumeFacts) -> None:
-        """Remember the facts of a file; call it from one thread."""
-        self.facts[key] = facts
+        """Write the facts of a file; call it from one thread."""
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, asdict(facts)]) + "\n")
+                file.write(json.dumps([key, facts.to_json()]) + "\n")
         except OSError as error:
             log.warning("data: %s cannot be written (%s); the volumes will be read again next time", self._path, error)
             self._path = None
-
-
-def _results_key(paths: Sequence[Path], s: DataSettings) -> str:
-    folder = os.path.commonpath([os.path.abspath(path) for path in paths])
-    intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r} {s.frame}"
-    return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
-
-
-def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: int) -> Iterator[Note]:
-    """Yield what keeps a file that could be read from being used."""
-    texts = [] if facts.num_channels == in_channels else [channels_text(facts.header, in_channels)]
-    reason = unusable(facts, s)
-    texts += [reason] if reason is not None else outside_windows(facts, s)
-    if s.spacing is not None and not facts.has_spacing:
-        texts.append("numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null")
-    elif s.spacing is not None:
-        spaced = geometry_of(facts.header, s).spaced_shape
-        needed, free = 8.0 * facts.num_channels * math.prod(map(float, spaced)), psutil.virtual_memory().available
-        if needed > free:
-            texts.append(
-                f"data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
-                f"{free / 2**30:.1f} GiB of memory is free; choose a larger spacing"
-            )
-    return (Note(printable(path), text) for text in texts)
-
-
-def outside_windows(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> Iterator[str]:
-    """Yield a text for each window that holds none of a volume's intensities; `section` has the windows."""
-    rules = [s.intensity.of_channel(number) for number in range(s.intensity.num_rules)]
-    for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
-        if facts.maximum <= low or facts.minimum >= high:
-            yield (
-                f"intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} to {high:g}; the "
-                f"window must hold some of them; change {section}"
-            )
 
 
 def _read_all(
@@ -163,12 +280,12 @@ def _read_all(
             stored, facts = measure(path, s)
         except FileError as error:
             return path, error.note
-        if folder is not None and not any(problems_of(path, facts, s, in_channels)):
+        if folder is not None and not problems_of(path, facts, s, in_channels):
             with contextlib.suppress(StoredError):
                 folder.volume(facts.digest, facts.num_channels, is_checked=True)
                 return path, facts  # another file with the same content
             try:
-                folder.keep(on_grid(stored, facts, s), facts)
+                folder.write(facts.digest, on_grid(stored, facts, s), facts.to_json())
             except OSError as error:
                 raise DataError(
                     f"{folder.folder}: the prepared volume of {printable(path)} cannot be written ({error.strerror}); "
@@ -189,23 +306,6 @@ def _read_all(
     finally:
         # An error or a signal stops what has not begun.
         pool.shutdown(cancel_futures=True)
-
-
-def _require_space(folder: PreparedFolder, number: int, num_others: int, num_channels: int) -> None:
-    """Say how much space the prepared volumes take; raise DataError if the disk does not have it.
-
-    What is prepared of `num_others` other files may turn out to be what is needed, so it counts as space.
-    """
-    needed = number * folder.num_bytes(num_channels)
-    place = next(place for place in (folder.folder, *folder.folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free + num_others * folder.num_bytes(num_channels):
-        raise DataError(
-            f"data.prepared: disk: preparing {number} volumes needs {size_text(needed)} in {folder.folder}, "
-            f"{size_text(free)} is free; make room, or set data.prepared to memory or none"
-        )
-    sizes = f"{size_text(needed)} of {size_text(free)} free"
-    log.info("data: preparing %s once, in %s (%s)", counted(number, "volume"), folder.folder, sizes)
 
 
 def _num_bytes(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -11,30 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from data.files import dicom
-from data.files.header import FileError, Note, left_out
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data import dicom
 from data.formats import SUFFIXES, stem, suffix_of
-from runtime.files import RUNS, counted, printable, read_text, reason, shortened
+from data.header import FileError, Note, left_out
+from runtime.files import RUNS, counted, printable, read_text, reason
 from settings import DataError
 from settings.data import DataSettings
+from settings.section import WITHOUT_NUL
 
 log = logging.getLogger(__name__)
-
-# A longer run of digits is a name, not a number; Python refuses to convert thousands of digits.
-LONGEST_NUMBER = 20
 
 IMAGE_FOLDERS = {"images", "image", "imagestr", "imagests", "images_tr", "images_ts", "imgs", "img", "scans"}
 LABEL_FOLDERS = {
     *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
     *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
 }
-LABEL_ENDINGS = (
-    *("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi"),
-    *("dseg", "aseg", "aparc", "aparc+aseg"),  # as BIDS and FreeSurfer name them
-)
-LABEL_ENDING = re.compile(rf"[-_.](?:{'|'.join(map(re.escape, LABEL_ENDINGS))})$", re.IGNORECASE)
+# As people, BIDS and FreeSurfer name them.
+_ENDINGS = r"seg|segmentation|mask|label|labels|labelmap|gt|roi|dseg|aseg|aparc|aparc\+aseg"
+LABEL_ENDING = re.compile(rf"[-_.](?:{_ENDINGS})$", re.IGNORECASE)
 """Ends the name of a label map before the ending of its type."""
 PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
 """Patterns that people name patients by, the most telling first."""
@@ -53,6 +50,23 @@ class DiscoveredVolume:
     split: str | None = None
 
 
+@dataclass(frozen=True)
+class VolumeFile:
+    """One volume: its path, its name relative to the data root, its class number and its channels.
+
+    `digest` is the hash of the file's bytes at the time of the check; empty if it was not checked.
+    """
+
+    path: Path
+    name: str
+    label: int | None = None
+    num_channels: int = 1
+    digest: str = ""
+
+
+_Label = Annotated[str, Field(pattern=r"\S")] | Annotated[int, Field(gt=-(2**63), lt=2**63)]
+
+
 def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
     """Return the volumes of a source, sorted by name, and a note on each file that was left out.
 
@@ -61,20 +75,16 @@ def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
     """
     place = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
+    if is_plain_folder(source):
+        return _in_folder(place)
     if os.path.isdir(place):
-        if is_plain_folder(source):
-            return _in_folder(place)
         log.info("data: %s lists the volumes of %s", place / "dataset.json", place)
         place /= "dataset.json"
     if place.suffix.lower() == ".json" and os.path.exists(place):
         return _in_dataset_json(place)
-    if os.path.exists(place):
-        raise DataError(
-            f"data.source: {printable(source)} is a single file; a folder, a dataset.json or phantoms is allowed; "
-            f"give the folder {printable(place.parent)}"
-        )
+    what = "is a single file" if os.path.exists(place) else "does not exist"
     raise DataError(
-        f"data.source: {printable(place)} does not exist; a folder, a dataset.json or phantoms is allowed; check it"
+        f"data.source: {printable(place)} {what}; a folder, a dataset.json or phantoms is allowed; check it"
     )
 
 
@@ -85,10 +95,7 @@ def is_plain_folder(source: str) -> bool:
 
 def expanded(path: str) -> Path:
     """Return a path with its ~ replaced by the home folder."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:  # a `~name` whose user does not exist
-        return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
@@ -99,7 +106,8 @@ def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
     names = {volume.class_name for volume in volumes if volume.class_name is not None}
     if any(volume.class_name is None for volume in volumes):
         return ()
-    is_number = all(name.removeprefix("-").isdecimal() and len(name) < LONGEST_NUMBER for name in names)
+    # A longer run of digits is a name; Python refuses to convert thousands of digits.
+    is_number = all(re.fullmatch(r"-?\d{1,19}", name) for name in names)
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if is_number else None))
 
 
@@ -109,54 +117,36 @@ def with_folders(volumes: Sequence[DiscoveredVolume]) -> list[DiscoveredVolume]:
     That takes every volume to lie in one. Folders are cases if they are named after patients, hold one volume each, or
     give their names to the volumes in them.
     """
-    tops = [class_folder(volume.name) for volume in volumes]
-    folders = {top for top in tops if top is not None}
+    # Folders such as images/ say nothing about a class.
+    parents = [[part for part in Path(v.name).parts[:-1] if part.lower() not in IMAGE_FOLDERS] for v in volumes]
+    if not all(parents):
+        return [*volumes]
+    found = [replace(volume, class_name=folders[0]) for volume, folders in zip(volumes, parents, strict=True)]
+    tops = {folders[0] for folders in parents}
     are_cases = (
-        all(any(re.fullmatch(pattern, folder) for pattern in CASES) for folder in folders)
-        or len(folders) == len(volumes) > FEWEST_CASES
-        or (len(folders) > 1 and all(Path(v.name).name.startswith(str(t)) for v, t in zip(volumes, tops, strict=True)))
+        all(any(re.fullmatch(pattern, top) for pattern in CASES) for top in tops)
+        or len(tops) == len(volumes) > FEWEST_CASES
+        or (len(tops) > 1 and all(Path(volume.name).name.startswith(str(volume.class_name)) for volume in found))
     )
-    are_classes = None not in tops and not are_cases
-    return [replace(v, class_name=top if are_classes else None) for v, top in zip(volumes, tops, strict=True)]
+    return [*volumes] if are_cases else found
 
 
-def class_folder(name: str) -> str | None:
-    """Return the top folder of a name as its class; folders such as images/ say nothing about a class."""
-    parents = [part for part in PurePosixPath(name).parts[:-1] if part.lower() not in IMAGE_FOLDERS]
-    return parents[0] if parents else None
-
-
-def label_files(names: Sequence[str]) -> dict[str, str]:
-    """Return the files that are labels of other files, each with the reason.
-
-    A folder such as labels/ counts only beside one such as images/, and a name such as a_seg.nii.gz only beside another
-    file whose name begins with a.
-    """
-    folders = sorted({parent for name in names for parent in PurePosixPath(name).parents})
-    images = {folder.parent: folder.name for folder in reversed(folders) if folder.name.lower() in IMAGE_FOLDERS}
-    # The starts of names that are not those of label maps themselves.
-    starts: dict[PurePosixPath, list[str]] = {}
-    for path in map(PurePosixPath, names):
-        if not LABEL_ENDING.search(stem(path.name)):
-            starts.setdefault(path.parent, []).append(stem(path.name).lower())
-    result = {}
-    for name in names:
-        path = PurePosixPath(name)
-        labels = next((parent for parent in path.parents if parent.name.lower() in LABEL_FOLDERS), None)
-        start, is_ending = LABEL_ENDING.subn("", stem(path.name).lower())
-        if labels is not None and labels.parent in images:
-            result[name] = f"labels of {images[labels.parent]}/ by the name of the folder"
-        elif start and is_ending and any(other.startswith(start) for other in starts.get(path.parent, ())):
-            result[name] = "a label map by its name"
-    return result
+def _label_map_by(name: str) -> str | None:
+    """Return what in its name says that a file is a label map."""
+    path = PurePosixPath(name)
+    if any(parent.name.lower() in LABEL_FOLDERS for parent in path.parents):
+        return "the name of its folder"
+    return "its name" if LABEL_ENDING.search(stem(path.name)) else None
 
 
 def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
     paths, notes = volumes_under(root, "data.source")
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
         notes.append(left_out(RUNS, "it holds what runs wrote"))
-    for name, why in label_files([name for name, path in paths.items() if not dicom.is_dicom(path)]).items():
-        notes.append(left_out(name, why, is_label_map=True))
+    maps = {name: why for name, path in paths.items() if (why := _label_map_by(name)) and not dicom.is_dicom(path)}
+    # Where nothing else is left, they are what is trained on.
+    for name, why in maps.items() if len(maps) < len(paths) else ():
+        notes.append(left_out(name, f"a label map by {why}"))
         del paths[name]
     if not paths:
         raise DataError(
@@ -175,8 +165,7 @@ def volumes_under(root: Path, key: str) -> tuple[dict[str, Path], list[Note]]:
     notes, dicom_folders = [], []
     seen = {os.path.realpath(RUNS)} if not root.resolve().is_relative_to(RUNS.resolve()) else set()
     for folder, folders, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
+        if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
         seen.add(real)
@@ -204,53 +193,70 @@ def series_in(root: Path, folder: Path, key: str) -> tuple[dict[str, Path], list
         raise DataError(f"{key}: {printable(folder)} cannot be read ({reason(error)}); check it") from error
     # At the top a series is named by its first file, since a folder may have the name of the top.
     place = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    volumes = {uid: images for uid, images in scanned.series.items() if not all(i.is_localizer for i in images)}
-    names, notes = {}, []
-    for uid, images in scanned.series.items():
+    firsts, notes = [], []
+    for images in scanned.series.values():
         localizers = [image.path.name for image in images if image.is_localizer]
         if localizers:
             why = f"a localizer ({counted(len(localizers), 'image')}), not a volume"
             notes.append(left_out(f"{place}{localizers[0]}", why))
-        if uid in volumes:
-            first = next(image.path for image in images if not image.is_localizer)
-            names[place[:-1] if place and len(volumes) == 1 else f"{place}{first.name}"] = first
+        firsts += [image.path for image in images if not image.is_localizer][:1]
     notes += [left_out(f"{place}{path.name}", "DICOM without an image") for path in scanned.others]
-    if not volumes:
-        # Named as a problem, because it may have been a slice.
-        names |= {f"{place}{path.name}": path for path in scanned.unreadable}
-    return names, notes
+    if place and len(firsts) == 1:
+        return {place[:-1]: firsts[0]}, notes
+    # Without a series, unreadable files are named as a problem, because they may have been slices.
+    return {f"{place}{path.name}": path for path in firsts or scanned.unreadable}, notes
 
 
-def listed_entries(listing: Path) -> list[tuple[str | None, Any]]:
-    """Return the entries of a dataset.json, each with its side of the split if that is decided."""
-    try:
-        content = json.loads(read_text(listing))
-    except OSError as error:
-        raise FileError(
-            listing, f"cannot be read ({reason(error)}); a UTF-8 text file is allowed; repair it"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(listing, f"cannot be read as JSON ({error}); repair it") from error
-    if not isinstance(content, dict) or not isinstance(content.get("training"), list):
-        raise FileError(listing, 'no list "training"; it lists the volumes as {"image": PATH} or PATH; add it')
-    if not content["training"]:
-        raise FileError(listing, '"training" is empty; at least one volume is needed; add it')
-    explicit = content.get("validation", [])
-    if not isinstance(explicit, list):
-        raise FileError(listing, '"validation" is not a list; it is written like "training"; repair it')
-    entries = [("training" if explicit else None, entry) for entry in content["training"]]
-    return [*entries, *(("validation", entry) for entry in explicit)]
+class _Entry(BaseModel):
+    """An entry of a dataset.json, or the path that is all of it; `label` may be the path of a segmentation, or several.
+
+    A list of files as an image, one per channel, is refused: only one of them would be read.
+    """
+
+    model_config = ConfigDict(strict=True)
+    image: Annotated[str, Field(min_length=1, pattern=WITHOUT_NUL)]
+    label: _Label | list[Any] | None = None
+    kind: _Label | None = Field(None, alias="class")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, entry: Any) -> Any:
+        return {"image": entry} if isinstance(entry, str) else entry
+
+    @property
+    def class_name(self) -> str | None:
+        """Return the "class", or the "label" unless that is the path of a segmentation, or several."""
+        label = self.label if self.kind is None else self.kind
+        is_path = self.kind is None and isinstance(label, str) and ("/" in label or suffix_of(label))
+        return None if label is None or isinstance(label, list) or is_path else str(label).strip()
+
+
+class _Listing(BaseModel):
+    training: Annotated[list[_Entry], Field(min_length=1)]
+    validation: list[_Entry] = []
 
 
 def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
-    entries = listed_entries(listing)
+    try:
+        listed = _Listing.model_validate_json(read_text(listing))
+    except OSError as error:
+        raise FileError(listing, f"cannot be read ({reason(error)}); a UTF-8 file is allowed; repair it") from error
+    except ValidationError as error:
+        where = f"{printable(listing)}: volumes are listed as training: [PATH or {{image: PATH}}, ...]; repair it"
+        lines = {".".join(map(str, e["loc"][:3])): e["msg"] for e in reversed(error.errors(include_input=False))}
+        texts = [f"  {printable(place) or 'the file'}: {printable(text)}" for place, text in reversed(lines.items())]
+        raise DataError("\n".join([f"{where}:", *texts])) from None
     volumes, problems = [], []
-    for number, (split, entry) in enumerate(entries):
-        try:
-            path, name = _image_of(entry, listing.parent)
-            volumes.append(DiscoveredVolume(path, name, _class_of(entry), split))
-        except ValueError as error:
-            problems.append(f"  entry {number}: {error}")
+    sides = [("training" if listed.validation else None, entry) for entry in listed.training]
+    for side, entry in [*sides, *(("validation", entry) for entry in listed.validation)]:
+        name = os.path.normpath(entry.image).replace(os.sep, "/")
+        if os.path.isabs(entry.image) or name.split("/")[0] == "..":
+            problems.append(
+                f"  {printable(entry.image)} leads out of {printable(listing.parent)}; only files inside it are "
+                "allowed; move it there, or put a link to it there"
+            )
+        else:
+            volumes.append(DiscoveredVolume(listing.parent / entry.image, name, entry.class_name, side))
     twice = [name for name, count in Counter(volume.name for volume in volumes).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
@@ -261,40 +267,6 @@ def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]
         share = f"{len(without)} of {len(volumes)} volumes have none, for example {printable(without[0])}"
         notes.append(Note(printable(listing), f"classes left out, {share}"))
     return sorted(volumes, key=lambda volume: volume.name), notes
-
-
-def _image_of(entry: Any, root: Path) -> tuple[Path, str]:
-    """Return the path and the name of an entry's image; raise ValueError with what is wrong with it."""
-    image = entry.get("image") if isinstance(entry, dict) else entry
-    # A list of files, one per channel, is refused: only one of them would be read.
-    if not isinstance(image, str) or not image or "\0" in image:
-        raise ValueError(f'its image is {_shown(image)}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
-    name = os.path.normpath(image).replace(os.sep, "/")
-    os.fsencode(image)  # raises ValueError for what no file can be called
-    if os.path.isabs(image) or name.split("/")[0] == "..":
-        raise ValueError(
-            f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
-            "move it there, or put a link to it there"
-        )
-    return root / image, name
-
-
-def _class_of(entry: Any) -> str | None:
-    """Return the entry's "class", or its "label" unless that is the path of a segmentation, or several.
-
-    Raises ValueError with what is wrong with it.
-    """
-    label = entry.get("class", entry.get("label")) if isinstance(entry, dict) else None
-    if label is None or (isinstance(label, list) and "class" not in entry):
-        return None
-    if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-        raise ValueError(f"its class is {_shown(label)}; text or a whole number is allowed; repair it")
-    text = str(label).strip()
-    return None if "class" not in entry and ("/" in text or suffix_of(text)) else text
-
-
-def _shown(value: Any) -> str:
-    return shortened(printable(json.dumps(value, ensure_ascii=False)))
 
 
 MODALITY = re.compile(r"(?i)(?<![a-z0-9])(t1ce|t1gd|t1c|t1w|t1|t2w|t2|flair|dwi|adc|swi|pd|cta?|pet)(?![a-z0-9])")

@@ -10,7 +10,7 @@ import nibabel as nib
 import numpy as np
 from scipy import sparse
 
-from data.files.header import Header
+from data.header import Header
 from data.intensity import NETWORK_RANGE
 from runtime.files import printable
 from settings.data import DataSettings

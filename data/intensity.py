@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.files.header import Stored
+from data.header import Stored
 from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
@@ -47,13 +47,20 @@ def to_intensities(unit: np.ndarray, lower: Sequence[float], upper: Sequence[flo
     return unit * (high - low) + low
 
 
-def unscalable_text(lower: Sequence[float], upper: Sequence[float], section: str) -> str | None:
-    """Return the message for a channel whose range float32 cannot scale, or None if there is none.
-
-    Differences or their inverse would overflow, or the numbers are so large that their differences were rounded away.
-    """
+def range_problem(
+    lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str = INTENSITY
+) -> str | None:
+    """Return why float32 cannot scale one of the channels from these ranges, or None if it can scale all."""
     limits = np.finfo(np.float32)
     for channel, (low, high) in enumerate(zip(lower, upper, strict=True)):
+        if low >= high:
+            _, first, second = s.of_channel(channel)
+            return (
+                f"channel {channel} is {low:g} at both the {first:g}th and the {second:g}th percentile; percentile "
+                f"scaling needs contrast; for mostly empty volumes set {section}.lower=0 {section}.upper=100, or mode: "
+                "window; otherwise remove the file"
+            )
+        # Differences or their inverse would overflow, or the numbers are so large that differences were rounded away.
         is_finite = float(limits.tiny) <= high - low <= float(limits.max)
         if not is_finite or high - low < FEWEST_STEPS * np.spacing(np.float32(max(abs(low), abs(high)))):
             return (
@@ -61,17 +68,6 @@ def unscalable_text(lower: Sequence[float], upper: Sequence[float], section: str
                 f"change the unit of its intensities, subtract an offset, or widen {section}"
             )
     return None
-
-
-def flat_text(lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str = INTENSITY) -> str:
-    """Return the message for a channel without contrast between the two percentiles."""
-    channel = next(c for c, (low, high) in enumerate(zip(lower, upper, strict=True)) if low >= high)
-    _, first, second = s.of_channel(channel)
-    return (
-        f"channel {channel} is {lower[channel]:g} at both the {first:g}th and the {second:g}th percentile; "
-        f"percentile scaling needs contrast; for mostly empty volumes set {section}.lower=0 "
-        f"{section}.upper=100, or mode: window; otherwise remove the file"
-    )
 
 
 class Ranking:

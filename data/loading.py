@@ -10,13 +10,13 @@ import torch
 from scipy.ndimage import affine_transform
 from torch import Tensor
 
-from data.files.header import FileError
+from data.checking import PreparedFolder, VolumeFacts, measure, on_grid, unusable
+from data.discovery import VolumeFile
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
+from data.header import FileError
 from data.intensity import NETWORK_RANGE, to_intensities
-from data.reading import VolumeFacts, measure, on_grid, unusable
-from data.store import PreparedFolder, StoredError
-from data.volumes import VolumeFile
+from data.store import StoredError
 from runtime.files import printable
 from settings.data import DataSettings
 
@@ -61,13 +61,11 @@ def load_volume(path: str | Path, s: DataSettings, num_channels: int | None = No
     Raises DataError, naming the file, if it cannot be read, holds values that are not finite, has no contrast, or does
     not have `num_channels` channels.
     """
-    path = Path(path)
-    stored, facts = measure(path, s)
-    if num_channels is not None and facts.num_channels != num_channels:
-        raise FileError(path, channels_text(facts.header, num_channels))
-    reason = unusable(facts, s)
-    if reason is not None:
-        raise FileError(path, reason)
+    stored, facts = measure(Path(path), s)
+    is_other = num_channels is not None and facts.num_channels != num_channels
+    problem = channels_text(facts, num_channels or 0) if is_other else unusable(facts, s)
+    if problem is not None:
+        raise FileError(path, problem)
     return _loaded(on_grid(stored, facts, s), facts, s)
 
 
@@ -92,7 +90,7 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
 
 
 def _loaded(image: np.ndarray, facts: VolumeFacts, s: DataSettings) -> LoadedVolume:
-    geometry = geometry_of(facts.header, s)
+    geometry = geometry_of(facts, s)
     return LoadedVolume(torch.from_numpy(image), geometry, facts.lower, facts.upper, facts.digest)
 
 
@@ -153,13 +151,10 @@ class Pose:
 
 
 def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> Pose:
-    """Draw a pose; without flips, because samples would show them, and bodies are not symmetric."""
-    matrix = random_rotation(spacing_mm, rng, scales)
-    return Pose(matrix, rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
+    """Draw a pose, rigid in millimetres but for a scaling if it `scales`.
 
-
-def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> np.ndarray:
-    """Draw a rotation, rigid in millimetres, and, if it `scales`, a scaling as a matrix on voxel offsets."""
+    There are no flips, because samples would show them, and bodies are not symmetric.
+    """
     angles = np.deg2rad(rng.uniform(-LARGEST_ROTATION_DEGREES, LARGEST_ROTATION_DEGREES, size=3))
     scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING) if scales else 1.0
     rotation = np.eye(3)
@@ -169,7 +164,8 @@ def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bo
         turn[a, a] = turn[b, b] = np.cos(angle)
         turn[a, b], turn[b, a] = -np.sin(angle), np.sin(angle)
         rotation = rotation @ turn
-    return np.diag(1 / spacing_mm) @ rotation @ np.diag(spacing_mm) * scaling
+    matrix = np.diag(1 / spacing_mm) @ rotation @ np.diag(spacing_mm) * scaling
+    return Pose(matrix, rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
 
 
 def in_pose(image: Tensor, pose: Pose) -> Tensor:

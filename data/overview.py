@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from data.checking import VolumeFacts
 from data.geometry import geometry_of
-from data.reading import VolumeFacts
 from runtime.files import printable
 from settings import ConfigError, Settings
 from settings.data import DataSettings
@@ -27,11 +27,6 @@ LARGEST_RINGING = 0.1
 # The share of equal neighbours. Label maps of 3 to 400 values reach 0.8 to 1; MR images 0.03 to 0.07 as they are, and
 # at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
 LEAST_OF_LABELS = 0.7
-
-# Of fewer volumes the 5th and 95th percentile are hardly inside the range.
-FEWEST_FOR_PERCENTILES = 20
-PERCENTILES = {"minimum": 0, "5th percentile": 5, "median": 50, "95th percentile": 95, "maximum": 100}
-INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile"))
 
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
@@ -57,26 +52,33 @@ def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
     return []
 
 
-def statistics(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, dict[str, float]]:
-    """Return percentiles of sizes, spacings and intensities over all volumes, by what was measured."""
-    measures = _shape_measures(facts, s)
-    measures |= {f"{title} of intensities": [getattr(fact, name) for fact in facts] for name, title in INTENSITIES}
-    result = {}
-    for title, values in measures.items():
-        known = [value for value in values if not math.isnan(value)]
-        if known:
-            ends = {word: float(np.percentile(known, p, method="nearest")) for word, p in PERCENTILES.items()}
-            result[title] = {**ends, "median": float(np.median(known))}
-    return result
+def cropping(facts: Sequence[VolumeFacts], s: DataSettings) -> str | None:
+    """Return a line on volumes that the grid cuts a part away from; None without."""
+    if s.resize != "crop_or_pad":
+        return None
+    shapes = [geometry_of(fact, s).spaced_shape for fact in facts]
+    kept = [math.prod(min(new / old, 1.0) for old, new in zip(shape, s.voxel_size, strict=True)) for shape in shapes]
+    number = sum(share < 1 for share in kept)
+    if not number:
+        return None
+    return (
+        f"data.voxel_size {' x '.join(map(str, s.voxel_size))} cuts {number} of {len(facts)} volumes, by up to "
+        f"{1 - min(kept):.0%} of their voxels (data.resize: crop_or_pad); a larger grid or spacing keeps them whole"
+    )
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     """Return the ranges of all volumes, those of sizes and spacings along the axes of RAS."""
+    measures = _shape_measures(facts, s)
+    for name, title in (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile")):
+        measures[f"{title} of intensities"] = [getattr(fact, name) for fact in facts]
     lines = []
-    for title, ends in statistics(facts, s).items():
-        low, some, middle, most, high = (f"{value:.4g}" for value in ends.values())
-        inner = f", 90 % from {some} to {most}" if len(facts) >= FEWEST_FOR_PERCENTILES else ""
-        lines.append(f"{title}: " + (low if low == high else f"{low} to {high} (median {middle}{inner})"))
+    for title, values in measures.items():
+        known = [value for value in values if not math.isnan(value)]
+        if known:
+            low, some, middle, most, high = (f"{end:.4g}" for end in np.percentile(known, (0, 5, 50, 95, 100)))
+            spread = f"{low} to {high} (median {middle}, 90 % from {some} to {most})"
+            lines.append(f"{title}: {low if low == high else spread}")
     return lines
 
 
@@ -113,8 +115,8 @@ def _shape_measures(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, 
 
 def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the size and spacing of a volume with its axes in the order of RAS."""
-    axes = geometry_of(facts.header, s).axes
-    spacing = facts.header.spacing_mm
+    axes = geometry_of(facts, s).axes
+    spacing = facts.spacing_mm
     return tuple(facts.shape[axis] for axis in axes), tuple(spacing[axis] for axis in axes)
 
 
@@ -125,8 +127,8 @@ def _far_from_median(names: Sequence[str], values: Sequence[float], factor: floa
     if not known or np.isnan(logs).sum() > len(logs) / 2:
         return
     middle = float(np.nanmedian(logs))
-    deviation = 1.4826 * float(np.nanmedian(np.abs(logs - middle)))
-    for (name, value), log_value in zip(known, logs, strict=True):
-        distance = abs(log_value - middle)
-        if math.isnan(distance) or (distance > math.log(factor) and distance > DEVIATIONS * deviation):
+    distances = np.abs(logs - middle)
+    usual = max(math.log(factor), DEVIATIONS * 1.4826 * float(np.nanmedian(distances)))
+    for (name, value), distance in zip(known, distances, strict=True):
+        if not distance <= usual:
             yield name, f"{value:.4g}, median {math.exp(middle):.4g}"

@@ -1,7 +1,9 @@
-"""Finds and checks the partner of each volume: by name in another folder, or in a CSV file."""
+"""What belongs to each volume: its partner, by name in another folder or in a CSV file, and its row of a CSV file."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 from collections import Counter
@@ -9,14 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from data.checking import check_files
-from data.discovery import LABEL_ENDING, expanded, volumes_under
+from data.checking import VolumeFacts, check_files
+from data.discovery import LABEL_ENDING, VolumeFile, expanded, volumes_under
 from data.formats import SUFFIXES, read_header, stem
 from data.geometry import mismatch
-from data.reading import VolumeFacts
-from data.tables import by_volume, read_table
-from data.volumes import VolumeFile
-from runtime.files import printable
+from data.header import Note
+from runtime.files import printable, read_text, reason, shortened
 from settings import DataError
 from settings.data import DataSettings
 
@@ -57,7 +57,7 @@ def checked_partners(
             problems += map(str, result.problems)
             continue
         reasons = (
-            mismatch(result.path, facts.header, file.path, read_header(file.path), data),
+            mismatch(result.path, facts, file.path, read_header(file.path), data),
             problem_of(result.path, facts),
         )
         problems += [reason for reason in reasons if reason is not None]
@@ -72,40 +72,26 @@ def find_partners(place: PartnerSource, files: Sequence[VolumeFile], problems: l
     """
     where = f"{place.key}: {printable(place.source)}"
     path = expanded(place.source)
-    names = [file.name for file in files]
-    if os.path.isdir(path):
-        found = _by_name(path, files, where, place.key)
-    elif path.suffix.lower() == ".csv" and os.path.isfile(path):
-        listed: dict[str, list[Path]] = {}
-        remedy = f"make file,{place.column} its first line"
-        for _, name, row in read_table(place.source, [place.column], place.key, remedy):
-            if name and row[place.column]:
-                listed.setdefault(name, []).append(path.parent / row[place.column])
-        found = by_volume(listed, names)
-    else:
+    if path.suffix.lower() == ".csv" and os.path.isfile(path):
+        rows, notes = rows_of(place.source, [place.column], [file.name for file in files], place.key)
+        problems += map(str, notes)
+        return {name: path.parent / row[place.column] for name, row in rows.items() if row[place.column]}
+    if not os.path.isdir(path):
         raise DataError(f"{where} is neither a folder nor a CSV file; one of the two is allowed; check it")
+    found = {file.name: paths for file, paths in zip(files, _by_name(path, files, where, place.key), strict=True)}
+    shared = Counter(paths[0] for paths in found.values() if len(paths) == 1)
     partners = {}
-    for name, paths in zip(names, found, strict=True):
-        if len(paths) == 1:
-            partners[name] = paths[0]
-        elif paths:
-            both = " and ".join(printable(path) for path in paths[:2])
-            problems.append(
-                f"{printable(name)}: {len(paths)} partners in {where} ({both}); one is allowed; remove the others"
-            )
+    for name, paths in found.items():
+        if len(paths) != 1:
+            both = f" ({' and '.join(printable(path) for path in paths[:2])})" if paths else ""
+            text = f"{len(paths) or 'no'} partner{'s' if paths else ''} in {where}{both}; each volume needs one"
+        elif shared[paths[0]] > 1:
+            text = f"its partner {printable(paths[0])} has the name of {shared[paths[0]]} volumes; each needs its own"
         else:
-            problems.append(
-                f"{printable(name)}: no partner in {where}; each volume needs one; add it, list the pairs in a CSV "
-                "file, or remove the volume"
-            )
-    shared = Counter(partners.values())
-    for name, partner in list(partners.items()) if os.path.isdir(path) else ():
-        if shared[partner] > 1:
-            del partners[name]
-            problems.append(
-                f"{printable(name)}: its partner {printable(partner)} has the name of {shared[partner]} volumes; each "
-                "needs one of its own; put them into the subfolders of their volumes, or list the pairs in a CSV file"
-            )
+            partners[name] = paths[0]
+            continue
+        remedy = "name partners as their volumes, in the same subfolders, or list the pairs in a CSV file"
+        problems.append(f"{printable(name)}: {text}; {remedy}")
     return partners
 
 
@@ -125,27 +111,86 @@ def _by_name(folder: Path, files: Sequence[VolumeFile], where: str, key: str) ->
     volumes, _ = volumes_under(folder, key)
     if not volumes:
         raise DataError(f"{where} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; check the folder")
-    by_path: dict[str, list[Path]] = {}
-    by_name: dict[str, list[Path]] = {}
-    by_start: dict[str, list[Path]] = {}
+    by: dict[tuple[str, str], list[Path]] = {}
     for place, path in sorted(volumes.items()):
-        by_path.setdefault(stem(place), []).append(path)
         name = stem(PurePosixPath(place).name)
         start = LABEL_ENDING.sub("", name)
-        for form in {name, start}:
-            by_name.setdefault(form, []).append(path)
-        if start != name:
-            by_start.setdefault(start, []).append(path)
+        forms = {("path", stem(place)), ("name", name), ("name", start)}
+        for form in forms if start == name else {*forms, ("start", start)}:
+            by.setdefault(form, []).append(path)
     found = []
     for file in files:
-        name = stem(PurePosixPath(file.name).name)
+        name, own = stem(PurePosixPath(file.name).name), os.path.realpath(file.path)
         # The longest first, so that a map of this scan comes before one of the patient.
         starts = [name[: mark.start()] for mark in reversed([*re.finditer("[-_.]", name)])]
-        tries = (
-            *(by_path.get(stem(file.name)), by_name.get(name), by_name.get(_CHANNEL.sub("", name))),
-            *map(by_start.get, starts),
-        )
-        own = os.path.realpath(file.path)
-        others = ([path for path in paths or () if os.path.realpath(path) != own] for paths in tries)
+        tries = [("path", stem(file.name)), ("name", name), ("name", _CHANNEL.sub("", name))]
+        tries += [("start", start) for start in starts]
+        others = ([path for path in by.get(form, ()) if os.path.realpath(path) != own] for form in tries)
         found.append(next((paths for paths in others if paths), []))
     return found
+
+
+Row = Mapping[str, str]
+"""The values of one volume by column, as text."""
+
+
+def read_rows(
+    table: str, columns: Sequence[str], files: Sequence[VolumeFile], key: str, problems: list[str]
+) -> dict[str, Row]:
+    """Return what `rows_of` returns for files, and append a line to `problems` for each that it notes."""
+    rows, notes = rows_of(table, columns, [file.name for file in files], key)
+    problems += map(str, notes)
+    return rows
+
+
+def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) -> tuple[dict[str, Row], list[Note]]:
+    """Return the values of each volume in a table, that of the setting `key`, by the volume's name.
+
+    A row may give a volume's file name alone if that is unique. Each volume without a row, with several, or with empty
+    cells gets a note. Raises DataError if the column file or one of `columns`, whatever their case, is not there once.
+    """
+    where = f"{key}: {printable(table)}"
+    listed: dict[str, list[Row]] = {}
+    for name, row in _read(table, columns, where):
+        if row not in listed.setdefault(name, []):
+            listed[name].append(row)
+    file_names = [PurePosixPath(name).name for name in names]
+    counts = Counter(file_names)
+    rows, notes = {}, []
+    for name, short in zip(names, file_names, strict=True):
+        found = listed.get(name) or (listed.get(short, []) if counts[short] == 1 else [])
+        texts = [
+            f"{column} is empty in {where}; correct it" for row in found for column, text in row.items() if not text
+        ]
+        if len(found) == 1:
+            rows[name] = found[0]
+        else:
+            number = f"{len(found)} rows" if found else "no row"
+            texts = [f"{number} in {where}; each volume needs one; add it, or remove those that differ"]
+        notes += [Note(printable(name), text) for text in texts]
+    return rows, notes
+
+
+def _read(table: str, columns: Sequence[str], where: str) -> list[tuple[str, Row]]:
+    """Return the volume's name and the values of each row, those of `columns`."""
+    try:
+        reader = csv.reader(io.StringIO(read_text(expanded(table)), newline=""), strict=True)
+        header = [name.strip().lower() for name in next(reader, [])]
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+    except OSError as error:
+        raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV file") from error
+    except csv.Error as error:
+        raise DataError(f"{where} line {reader.line_num} cannot be read ({error}); repair it") from error
+    if any(header.count(name.lower()) != 1 for name in ("file", *columns)):
+        raise DataError(
+            f"{where} has the columns {shortened(printable(', '.join(header))) or '(none)'}; "
+            f"{printable(', '.join(['file', *columns]))} are needed, once each; name them in its first line"
+        )
+    result: list[tuple[str, Row]] = []
+    for number, row in rows:
+        if any(row[len(header) :]):
+            raise DataError(f"{where} line {number} has {len(row)} fields for {len(header)} columns; quote its commas")
+        cells = dict(zip(header, row, strict=False))
+        name = os.path.normpath(cells["file"]).replace(os.sep, "/") if cells.get("file") else ""
+        result.append((name, {column: cells.get(column.lower(), "") for column in columns}))
+    return result

@@ -78,12 +78,30 @@ def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> 
     canvas.ellipsoid(centre, head * 0.82, tilt, rng.uniform(0.48, 0.56))
     canvas.ellipsoid(centre, head * rng.uniform(0.60, 0.66), tilt, rng.uniform(0.62, 0.70))
     canvas.texture(rng, amplitude=0.08)
-    _ventricles(canvas, rng, centre, head, tilt, scale=rng.uniform(1.7, 2.1) if kind == "ventricles" else 1.0)
-    _nuclei(canvas, rng, centre, head, tilt)
+
+    # Two ventricles.
+    scale = rng.uniform(1.7, 2.1) if kind == "ventricles" else 1.0
+    radii, value = head * rng.uniform((0.09, 0.26, 0.12), (0.12, 0.34, 0.16)) * scale, rng.uniform(0.14, 0.20)
+    for side in (-1.0, 1.0):
+        offset = tilt @ (head * (side * 0.15 * scale**0.5, 0.02, 0.06))
+        turn = tilt @ _rotation(np.array([0.0, 0.0, -side * rng.uniform(0.15, 0.35)]))
+        canvas.ellipsoid(centre + offset, radii, turn, value)
+
+    # Two nuclei on each side.
+    value = rng.uniform(0.40, 0.50)
+    for side in (-1.0, -1.0, 1.0, 1.0):
+        offset = head * rng.uniform((0.22, -0.35, -0.25), (0.36, 0.25, -0.05)) * (side, 1.0, 1.0)
+        radii = head * rng.uniform(0.06, 0.12, size=3)
+        canvas.ellipsoid(centre + tilt @ offset, radii, tilt @ _rotation(rng.uniform(-0.6, 0.6, size=3)), value)
+
     for _ in range(rng.integers(3, 6)):
         _vessel(canvas, rng, centre, head * 0.74)
     if kind == "lesion":
-        _lesion(canvas, rng, centre, head, tilt)
+        side = rng.choice([-1.0, 1.0])
+        offset = head * (side * rng.uniform(0.28, 0.42), rng.uniform(-0.35, 0.35), rng.uniform(0.0, 0.3))
+        radii, turn = head * rng.uniform(0.28, 0.36, size=3), tilt @ _rotation(rng.uniform(-0.8, 0.8, size=3))
+        for share, low, high in ((1.35, 0.34, 0.40), (1.0, 0.95, 1.0), (0.5, 0.20, 0.28)):
+            canvas.ellipsoid(centre + tilt @ offset, radii * share, turn, rng.uniform(low, high))
     return canvas.finished(rng)
 
 
@@ -96,35 +114,6 @@ def pose(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the radii of a head, its rotation and its centre, which differ as in scans that nobody registered."""
     head = rng.uniform((0.58, 0.64, 0.60), (0.76, 0.82, 0.78))
     return head, _rotation(rng.uniform(-0.35, 0.35, size=3)), rng.uniform(-0.14, 0.14, size=3)
-
-
-def _ventricles(
-    canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray, scale: float
-) -> None:
-    axes = head * rng.uniform((0.09, 0.26, 0.12), (0.12, 0.34, 0.16)) * scale
-    value = rng.uniform(0.14, 0.20)
-    for side in (-1.0, 1.0):
-        offset = tilt @ (head * (side * 0.15 * scale**0.5, 0.02, 0.06))
-        turn = tilt @ _rotation(np.array([0.0, 0.0, -side * rng.uniform(0.15, 0.35)]))
-        canvas.ellipsoid(centre + offset, axes, turn, value)
-
-
-def _nuclei(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray) -> None:
-    value = rng.uniform(0.40, 0.50)
-    for side in (-1.0, 1.0):
-        for _ in range(2):
-            offset = head * rng.uniform((0.22, -0.35, -0.25), (0.36, 0.25, -0.05)) * (side, 1.0, 1.0)
-            size = head * rng.uniform(0.06, 0.12, size=3)
-            canvas.ellipsoid(centre + tilt @ offset, size, tilt @ _rotation(rng.uniform(-0.6, 0.6, size=3)), value)
-
-
-def _lesion(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray) -> None:
-    offset = head * (rng.choice([-1.0, 1.0]) * rng.uniform(0.28, 0.42), rng.uniform(-0.35, 0.35), rng.uniform(0.0, 0.3))
-    size = head * rng.uniform(0.28, 0.36, size=3)
-    turn = tilt @ _rotation(rng.uniform(-0.8, 0.8, size=3))
-    canvas.ellipsoid(centre + tilt @ offset, size * 1.35, turn, rng.uniform(0.34, 0.40))
-    canvas.ellipsoid(centre + tilt @ offset, size, turn, rng.uniform(0.95, 1.0))
-    canvas.ellipsoid(centre + tilt @ offset, size * 0.5, turn, rng.uniform(0.20, 0.28))
 
 
 def _vessel(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, reach: np.ndarray) -> None:

@@ -6,40 +6,25 @@ source and its folder a hash of the settings that decide the result, so neither 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
 import math
 import os
-import time
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.reading import VolumeFacts, facts_from
-from runtime.files import PREPARED, check_regular, reason, replacing, used_caches
-from settings.data import DataSettings
+from runtime.files import check_regular, reason, replacing, used_caches
 
 log = logging.getLogger(__name__)
-
-# Part of the key: change it whenever the same file and settings would be stored differently.
-VERSION = 3
 
 PAGE = 4096
 LONGEST_HEADER = 1 << 20
 NUMBER = np.dtype("<f4")
 SUFFIX = ".volume"
-
-# No array takes that long to write, so a temporary file of this age was left by a process that was killed.
-ABANDONED_SECONDS = 600
-
-# The settings that decide how a volume is prepared. Random crops and augmentation come after.
-DECISIVE = {"spacing", "voxel_size", "resize", "intensity", "frame"}
 
 
 class StoredError(Exception):
@@ -109,43 +94,6 @@ class ArrayFolder:
         except StoredError as error:
             log.warning("data: %s: %s; it is made again", self.path_of(name), error)
             return None
-
-
-class PreparedFolder(ArrayFolder):
-    """The prepared volumes of one way of preparing them, by the hash of the source's bytes."""
-
-    def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
-        decisive = json.dumps([VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
-        super().__init__(root / hashlib.sha256(decisive.encode()).hexdigest()[:24])
-        self.grid = tuple(s.voxel_size)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob(f"*{SUFFIX}"))
-
-    def num_bytes(self, num_channels: int) -> int:
-        """Return the size of one prepared file, without the rest of its header if that is longer than a page."""
-        return PAGE + NUMBER.itemsize * num_channels * math.prod(self.grid)
-
-    def keep(self, image: np.ndarray, facts: VolumeFacts) -> None:
-        """Write one prepared volume; raise OSError if that fails."""
-        self.write(facts.digest, image, asdict(facts))
-
-    def volume(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
-        """Return one prepared volume (float32, C, D, H, W) with what was measured in its source, as `read` does."""
-        image, facts = self.read(digest, (num_channels, *self.grid), is_checked)
-        return image, facts_from(facts)
-
-    def tidy(self) -> None:
-        """Remove files that killed processes left half-written."""
-        for path in self.folder.glob(f".*{SUFFIX}.*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                    path.unlink()
-
-    def intact(self, digests: Iterable[str], num_channels: int) -> set[str]:
-        """Return which of these volumes are there and complete."""
-        shape = (num_channels, *self.grid)
-        return {digest for digest in digests if self.find(digest, shape, is_checked=False) is not None}
 
 
 def _checksum(facts: Any) -> int:

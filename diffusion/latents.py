@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from data import Batch, BatchPlan, DataSplit, in_pose, load_file, training_batches
-from data.batches import VolumeOrder
+from data.batches import VolumeOrder, one_ahead
 from data.loading import Pose, random_pose
-from data.workers import one_ahead
 from diffusion.conditioning import (
     NOTHING,
     ConditionBatch,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from models import StockAutoencoder
-from models.unet import unet_arguments
 from models.frozen_autoencoder import accepted_digests
+from models.unet import unet_arguments
 from models.weight_files import load_weights
 from runtime.processes import Process
 from settings import CheckpointError, Settings, restored

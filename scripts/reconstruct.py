@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     """Return the volumes of a folder by path, without label maps unless the run was trained on them."""
-    from data.files.header import grouped, problem_lines
+    from data.header import grouped, problem_lines
     from data.volumes import check_source
     from runtime.files import counted, printable
 

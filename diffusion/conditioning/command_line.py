@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from data import dicom
 from data.discovery import expanded, series_in
-from data.files import dicom
 from data.formats import SUFFIXES, content_digest, read_header, stem, suffix_of
 from data.geometry import mismatch
 from data.partners import named_after

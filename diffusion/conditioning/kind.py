@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from data import DataSplit, VolumeFile
 from data.geometry import Geometry
 from data.loading import Pose, on_file_grid
-from data.tables import Row
+from data.partners import Row
 from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec
 from runtime.cli.bars import ProgressBar

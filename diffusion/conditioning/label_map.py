@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from data import VolumeFile
-from data.files.header import Stored
+from data.checking import VolumeFacts, measure
 from data.formats import read_stored
 from data.geometry import Geometry, geometry_of, in_planes
+from data.header import Stored
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
-from data.reading import VolumeFacts, measure
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
@@ -75,7 +75,7 @@ class LabelMap(ConditionKind):
         if (problem := label_problem(path, facts, number)) is not None:
             raise DataError(problem)
         shares = label_shares(path, number, data, asked.settings.latent_shape[1:])
-        return shares, Space(geometry_of(facts.header, data))
+        return shares, Space(geometry_of(facts, data))
 
 
 def label_shares(

@@ -10,7 +10,7 @@ from torch import Tensor
 from data import VolumeFile
 from data.formats import read_header
 from data.geometry import geometry_of
-from data.tables import read_rows
+from data.partners import read_rows
 from diffusion.conditioning.class_label import EmbeddedClass
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files import printable

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from data import VolumeFile
-from data.tables import Row, read_rows
+from data.partners import Row, read_rows
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files import printable
 from settings import DataError, DataSettings, Settings, UserError

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import VolumeFile, in_pose, load_file, to_unit
-from data.checking import outside_windows
-from data.files.header import Header
+from data.checking import VolumeFacts, measure, unusable
 from data.formats import read_header, read_stored
 from data.geometry import geometry_of, in_planes, mismatch, regridded
+from data.header import Header
 from data.intensity import INTENSITY, scale_to_network
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
-from data.reading import VolumeFacts, measure, unusable
 from diffusion.conditioning.kind import (
     Asked,
     ConditionKind,
@@ -165,7 +164,7 @@ def volume_problem(path: Path, facts: VolumeFacts, reading: DataSettings, s: Vol
             f"{VOLUME}.num_channels is {s.num_channels}; change one of the two"
         )
     section = INTENSITY if s.is_from_target else f"{VOLUME}.intensity"
-    problem = unusable(facts, reading, section) or next(outside_windows(facts, reading, section), None)
+    problem = unusable(facts, reading, section)
     return None if problem is None else f"{printable(path)}: {problem}"
 
 
@@ -243,7 +242,8 @@ def read_condition(
     problem = volume_problem(path, facts, reading, s)
     if problem is not None:
         raise DataError(problem)
-    voxels, header, factors = stored.values(stored.array), facts.header, (1, 1, 1)
+    voxels, factors = stored.values(stored.array), (1, 1, 1)
+    header: Header = facts
     if s.is_from_target and s.degrade.is_coarser:
         by_axis = dict(zip(geometry_of(header, reading).axes, s.degrade.downsample, strict=True))
         factors = (by_axis[0], by_axis[1], by_axis[2])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data.files.header import grouped
+from data.header import grouped
 from memory.planning.fingerprint import CT, LABEL_MAPS, SMALL_SET, Fingerprint
 from memory.planning.layout import FieldOfView, Layout, layouts
 from runtime.files import counted, printable

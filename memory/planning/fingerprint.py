@@ -9,14 +9,12 @@ from dataclasses import dataclass, field, replace
 import nibabel as nib
 import numpy as np
 
-from data.checking import Checked, check_files, problems_of
+from data.checking import Checked, VolumeFacts, check_files, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
-from data.files.header import Note, problem_lines
-from data.intensity import flat_text
+from data.header import Note, problem_lines
+from data.intensity import range_problem
 from data.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.reading import VolumeFacts
-from data.split import split, suspected_pattern
-from data.volumes import check_source
+from data.volumes import check_source, split, suspected_pattern
 from runtime.files import CHECKS, counted, printable
 from settings import DataError
 from settings.data import DataSettings, IntensitySettings
@@ -194,9 +192,9 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[Note
     facts = checked.facts
     if facts is None:
         return list(checked.problems)
-    problems = list(problems_of(checked.path, facts, s, num_channels))
+    problems = problems_of(checked.path, facts, s, num_channels)
     if s.intensity.of_channel(0)[0] == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
-        flat = flat_text(facts.lower, facts.upper, s.intensity)
+        flat = range_problem(facts.lower, facts.upper, s.intensity)
         return [problem for problem in problems if problem.text != flat]
     return problems
 

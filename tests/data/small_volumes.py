@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data.files.header import Header
 from data.formats import read_stored
+from data.header import Header
 from settings import DataSettings
 
 AFFINE = np.array([[2.0, 0, 0, -10], [0, 2.5, 0, -12], [0, 0, 3.0, 5], [0, 0, 0, 1]])

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 from data import Batch, BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
-from data.batches import VolumeOrder
+from data.batches import VolumeOrder, one_ahead
 from data.loading import load_volume
-from data.workers import one_ahead
-from settings import DataError, DataSettings
+from settings import ConfigError, DataError, DataSettings
 from tests.data.small_volumes import build_settings
 
 PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
@@ -29,8 +27,10 @@ def prepared(folder: Path, **values: object) -> tuple[DataSplit, DataSettings]:
     return prepare_volumes(settings, seed=3, in_channels=1), settings
 
 
-def flat(steps: Iterator[list[Batch]]) -> list[Batch]:
-    return [batch for step in steps for batch in step]
+def batches_of(
+    volumes: DataSplit, settings: DataSettings, plan: BatchPlan, first: int = 0, last: int = 6
+) -> list[Batch]:
+    return [batch for step in training_batches(volumes.train, settings, plan, first, last) for batch in step]
 
 
 def children() -> set[int]:
@@ -68,33 +68,35 @@ def test_each_pass_sees_every_volume_once_in_another_order():
     assert passes[0] != [VolumeOrder(2, 13)(k) for k in range(13)]
 
 
-@pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"prepared": "none", "persistent_workers": True}])
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "values"),
+    [(1, {}), (2, {"prepared": "memory"}), (2, {"prepared": "none", "persistent_workers": True})],
+)
 def test_batches_do_not_depend_on_workers_or_preparation(folder, values, num_workers):
     volumes, settings = prepared(folder, **PATCHES)
     plan = BatchPlan(5, 2, 2)
-    plain = flat(training_batches(volumes.train, settings, plan, 0, 6))
+    plain = batches_of(volumes, settings, plan)
     changed = settings.model_copy(update={"num_workers": num_workers, **values})
-    assert_equal(flat(training_batches(volumes.train, changed, plan, 0, 6)), plain)
+    assert_equal(batches_of(volumes, changed, plan), plain)
 
 
 def test_starting_later_continues_the_same_sequence(folder):
     volumes, settings = prepared(folder, **PATCHES)
     plan = BatchPlan(5, 2, 2)
     whole = list(training_batches(volumes.train, settings, plan, 0, 9))
-    assert_equal(flat(training_batches(volumes.train, settings, plan, 6, 9)), [b for step in whole[6:] for b in step])
+    assert_equal(batches_of(volumes, settings, plan, 6, 9), [b for step in whole[6:] for b in step])
     assert list(training_batches(volumes.train, settings, plan, 9, 9)) == []
 
 
 def test_samples_differ_between_passes_and_seeds(folder):
     volumes, settings = prepared(folder, **PATCHES)
-    batches = flat(training_batches(volumes.train, settings, BatchPlan(5, 1, 1), 0, 24))
+    batches = batches_of(volumes, settings, BatchPlan(5, 1, 1), 0, 24)
     crops: dict[str, list[torch.Tensor]] = {}
     for batch in batches:
         crops.setdefault(batch.files[0], []).append(batch.image)
     assert all(len(images) == 4 for images in crops.values())
     assert all(not torch.equal(images[0], images[1]) for images in crops.values())
-    other = flat(training_batches(volumes.train, settings, BatchPlan(6, 1, 1), 0, 28))
+    other = batches_of(volumes, settings, BatchPlan(6, 1, 1), 0, 28)
     assert [b.files for b in other] != [b.files for b in batches]
 
 
@@ -122,7 +124,7 @@ def test_ranks_see_what_one_rank_sees_with_more_accumulation(folder, ranks, accu
 def test_labels_travel_with_their_volumes():
     settings = build_settings(source="phantoms:9")
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
-    for batch in flat(training_batches(volumes.train, settings, BatchPlan(0, 2, 1), 0, 6)):
+    for batch in batches_of(volumes, settings, BatchPlan(0, 2, 1)):
         assert batch.labels is not None
         assert batch.labels.dtype == torch.long
         named = [volumes.class_names[int(label)] for label in batch.labels]
@@ -162,14 +164,15 @@ def test_changing_a_batch_does_not_change_the_kept_volume(folder, kept):
     assert images[2].abs().max() > 0
 
 
-def test_volumes_kept_in_memory_are_read_once_by_all_workers(folder):
+def test_volumes_kept_in_memory_are_read_once_and_refused_when_they_are_too_large(folder):
     volumes, settings = prepared(folder, prepared="memory", num_workers=2)
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 60)
-    # Two whole passes: whichever worker loaded a volume, both now find it.
-    first = [next(steps) for _ in range(2 * len(volumes.train) + 8)]
     for file in volumes.train:
         file.path.unlink()
-    assert len(first) + len(list(steps)) == 60
+    assert len(list(steps)) == 60
+    large = settings.model_copy(update={"voxel_size": (40_000, 40_000, 40_000)})
+    with pytest.raises(ConfigError, match=r"data\.prepared: memory: 6 volumes need .* at most 0 volumes fit"):
+        training_batches(volumes.train, large, BatchPlan(0, 1, 1), 0, 60)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -215,7 +218,8 @@ raise SystemExit(5)
     assert result.returncode == 5
 
 
-def test_items_ahead_come_in_order_and_the_next_is_made_during_the_current():
+def test_items_ahead_come_in_order_the_next_is_made_during_the_current_and_stopping_early_ends_the_thread():
+    before = threading.active_count()
     made = [threading.Event() for _ in range(4)]
 
     def numbers():
@@ -229,10 +233,6 @@ def test_items_ahead_come_in_order_and_the_next_is_made_during_the_current():
         assert next(items) == number
         assert number == 3 or made[number + 1].wait(timeout=60)
     assert next(items, "end") == "end"
-
-
-def test_stopping_early_ends_the_thread():
-    before = threading.active_count()
     items = one_ahead(iter(range(9)))
     next(items)
     items.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import locale
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,26 +105,17 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
     ("changes", "text"),
     [
         ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * max(k, 1)]}, "are 0 mm apart"),
-        (
-            {"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * k + 0.7 * (k == 3)]},
-            "are 3.7 mm apart",
-        ),
-        ({"ImagePositionPatient": lambda k: [-10, -20 + k, 5 + 3 * k]}, "gantry tilt of 18 degrees"),
-        (
-            {"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]},
-            "differ in ImageO",
-        ),
-        ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "differ in PixelSpacing"),
-        ({"PixelSpacing": [-2.5, 2.0]}, "its PixelSpacing is -2.5 and 2 mm; two numbers above 0 are needed"),
+        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * k + 0.7 * (k == 3)]}, "are 3.7 mm apart"),
+        ({"ImagePositionPatient": lambda k: [-10, -20 + k, 5 + 3 * k]}, "are 18 degrees from being perpendicular"),
+        ({"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]}, "ImageOrientation"),
+        ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "PixelSpacing .* of the same series has"),
+        ({"PixelSpacing": [-2.5, 2.0]}, r"has PixelSpacing \[-2.5, 2(\.0)?\]; numbers above 0 are needed"),
         # A slice is missing from three, and one of three is doubled.
-        (
-            {"ImagePositionPatient": lambda k: [-10, -20, 3 * (k + (k > 0))], "number": 3},
-            "are 6 mm apart",
-        ),
+        ({"ImagePositionPatient": lambda k: [-10, -20, 3 * (k + (k > 0))], "number": 3}, "are 6 mm apart"),
         ({"ImagePositionPatient": lambda k: [0, 0, 3 * min(k, 1)], "number": 3}, "mm apart, other slices 0 mm"),
         ({"RescaleSlope": 0}, "has RescaleSlope 0"),
-        ({"NumberOfFrames": 3}, "many frames in one file"),
-        ({"SamplesPerPixel": 3}, "a colour image"),
+        ({"NumberOfFrames": 3}, "NumberOfFrames 3; one image of single intensities per file is read"),
+        ({"SamplesPerPixel": 3}, "SamplesPerPixel 3; one image"),
     ],
 )
 def test_what_is_wrong_with_a_series_is_reported(tmp_path, changes, text):
@@ -140,19 +130,15 @@ def read_series(folder: Path) -> np.ndarray:
     return read_volume(found.path)[0][0]
 
 
-def signed(voxels: np.ndarray) -> dict[str, Any]:
-    """The changes that make pixels signed, as those of most CT scanners are."""
-    pixels = {"PixelData": lambda k: voxels[:, :, k].T.astype("<i2").tobytes()}
-    return {"PixelRepresentation": 1, "RescaleIntercept": 0, **pixels}
-
-
 @pytest.mark.parametrize("values", [(-2000,), (-2000, -1990)])
 def test_padding_becomes_the_lowest_value_of_the_image(tmp_path, values):
     voxels = voxels_of(0)
     padded = voxels.copy()
     padded[:3], padded[3, 0, 0] = -2000, values[-1] if len(values) > 1 else -2000
     tags = dict(zip(("PixelPaddingValue", "PixelPaddingRangeLimit"), values, strict=False))
-    write_series(tmp_path / "scan", padded, **signed(padded), **tags)
+    # Signed, as the pixels of most CT scanners are.
+    tags |= {"PixelRepresentation": 1, "RescaleIntercept": 0}
+    write_series(tmp_path / "scan", padded, PixelData=lambda k: padded[:, :, k].T.astype("<i2").tobytes(), **tags)
     is_image = np.ones(SHAPE, bool)
     is_image[:3] = is_image[3, 0, 0] = False
     expected = np.where(is_image, voxels, voxels[is_image].min())
@@ -173,13 +159,11 @@ def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path):
     write_series(tmp_path / "same", voxels, RescaleSlope=40, RescaleIntercept=-30000)
     write_series(tmp_path / "other", voxels, RescaleSlope=lambda k: 40 + k, RescaleIntercept=0)
     stored = voxels.astype(np.float64) - INTERCEPT
-    same, other = (read_volume(find(str(tmp_path / name))[0][0].path)[0][0] for name in ("same", "other"))
-    np.testing.assert_array_equal(same, (stored * 40 - 30000).astype(np.float32))
-    np.testing.assert_array_equal(other, (stored * (40 + np.arange(8))).astype(np.float32))
+    np.testing.assert_array_equal(read_series(tmp_path / "same"), (stored * 40 - 30000).astype(np.float32))
+    np.testing.assert_array_equal(read_series(tmp_path / "other"), (stored * (40 + np.arange(8))).astype(np.float32))
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-@pytest.mark.parametrize("size", [0, 100, 600])
+@pytest.mark.parametrize(("place", "size"), [(0, 0), (3, 100), (7, 600)])
 def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path, place, size):
     path = write_series(tmp_path / "scan", voxels_of(0))[place]
     path.write_bytes(path.read_bytes()[:size])
@@ -202,14 +186,12 @@ def test_content_follows_the_slices_and_not_their_names(tmp_path):
     assert signature(first) != before
 
 
-def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path):
-    before = locale.setlocale(locale.LC_ALL)
+def test_files_without_a_suffix_are_recognised(tmp_path):
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         path.rename(path.with_name(f"IM{path.name[:2]}"))
     (tmp_path / "scan/notes").write_text("not an image")
     (found,) = find(str(tmp_path / "scan"))[0]
     assert read_volume(found.path)[0].shape == (1, *SHAPE)
-    assert locale.setlocale(locale.LC_ALL) == before
 
 
 @pytest.mark.parametrize(
@@ -259,6 +241,6 @@ def test_a_compression_without_decoder_is_named_and_nothing_is_logged(tmp_path, 
         file["PixelData"].is_undefined_length = True
         file.file_meta.TransferSyntaxUID = JPEGLosslessSV1
         file.save_as(path)
-    with pytest.raises(DataError, match=r"compressed as JPEG Lossless.*; run pip install python-gdcm, or export"):
+    with pytest.raises(DataError, match=r"pip install python-gdcm decodes its JPEG Lossless"):
         read_stored(find(str(tmp_path / "scan"))[0][0].path)
     assert caplog.text == ""

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.files.header import Header
+from data.checking import measure
 from data.formats import write_nifti
 from data.geometry import geometry_of, in_planes, mismatch
+from data.header import Header
 from data.partners import PartnerSource, find_partners
-from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from diffusion.conditioning import check_conditions, find_partners_of
 from diffusion.conditioning.kind import Partners
@@ -124,7 +124,7 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
     files = (*volumes.train, *volumes.val)
     _, problems = find_partners_of(conditioning(tmp_path / "maps"), build_settings(), files)
     assert len(problems) == 3
-    assert "has the name of 3 volumes; each needs one of its own" in problems[0]
+    assert "has the name of 3 volumes; each needs its own" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
     [
         ("nowhere", "is neither a folder nor a CSV file"),
         ("empty", "holds no volume"),
-        ("wrong.csv", "has the columns file, map; file and label_map are needed"),
+        ("wrong.csv", "has the columns file, map; file, label_map are needed"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(folder, tmp_path, source, text):
@@ -165,7 +165,7 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
 
 
 def header_of(affine: np.ndarray, shape: tuple[int, int, int] = (12, 10, 8), has_spacing: bool = True) -> Header:
-    return Header(shape, 1, affine, "<f4", has_spacing, shape)
+    return Header(shape, shape, 1, affine, "<f4", has_spacing)
 
 
 def turned_about_the_diagonal(degrees: float) -> np.ndarray:
@@ -217,19 +217,6 @@ def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
     assert len(shapes) == 1
 
 
-def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_path, monkeypatch):
-    write_series(tmp_path / "series" / "a", voxels_of(0))
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("data.files.dicom.scan", refuse)
-    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
-    place = PartnerSource(str(tmp_path / "series"), "ldm.conditioning.volume.source", "volume")
-    with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
-        find_partners(place, files, [])
-
-
 def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
     volumes = volumes_of(folder)
     for place in range(8):
@@ -237,11 +224,9 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     window = {"mode": "window", "lower": 5000, "upper": 6000}
     volume = {"encoding": "resample", "source": str(tmp_path / "others"), "intensity": window}
     s = ConditioningSettings.model_validate({"volume": volume})
-    with pytest.raises(DataError) as error:
+    text = r"(?s)8 problems.*lie outside the window 5000 to 6000.*change ldm\.conditioning\.volume\.intensity"
+    with pytest.raises(DataError, match=text):
         checked(s, build_settings(source=str(folder)), volumes)
-    assert "8 problems" in str(error.value)
-    assert "lie outside the window 5000 to 6000" in str(error.value)
-    assert "change ldm.conditioning.volume.intensity" in str(error.value)
 
 
 def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
@@ -263,13 +248,3 @@ def test_a_volume_is_never_its_own_partner(folder):
     assert not find_partners(place, volumes.train, problems)
     assert len(problems) == len(volumes.train)
     assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
-    assert all(line.endswith("add it, list the pairs in a CSV file, or remove the volume") for line in problems)
-
-
-def test_of_many_problems_the_first_ten_are_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion.conditioning.MOST_LINES", 3)
-    write_maps(tmp_path / "maps", ["other.nii.gz"])
-    with pytest.raises(DataError) as error:
-        partner_names(tmp_path / "maps", volumes_of(folder))
-    assert str(error.value).count("no partner in ") == 3
-    assert str(error.value).endswith("\n  and 5 more")

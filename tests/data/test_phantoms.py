@@ -37,9 +37,7 @@ def test_phantoms_are_generated_once_and_further_ones_added(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
-    with pytest.raises(
-        DataError, match=r"phantoms cannot be written to .*runs.* a writable folder with free space is needed"
-    ):
+    with pytest.raises(DataError, match=r"phantoms cannot be written to .*runs.* a writable folder"):
         phantom_files(tmp_path / "runs", 3, GRID, 1, seed=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import nibabel as nib
@@ -10,10 +11,12 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import prepare_volumes
-from data.formats import write_nifti
-from data.loading import NETWORK_RANGE, in_pose, load_volume, random_part, random_pose, restore
-from settings import ConfigError, DataError, validate
+from data.checking import measure, on_grid
+from data.formats import COPIES_WHILE_READING, write_nifti
+from data.header import Stored
+from data.intensity import Ranking
+from data.loading import in_pose, load_volume, random_part, random_pose, restore
+from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 WIDE = {"mode": "percentile", "lower": 0.0, "upper": 100.0}
@@ -32,18 +35,6 @@ def test_the_range_is_found_on_the_whole_volume_before_cropping(make_volume):
     loaded = load_volume(make_volume("v.nii.gz", voxels), build_settings(voxel_size=[4, 4, 4], resize="crop_or_pad"))
     assert (loaded.lower, loaded.upper) == ((0.0,), (100.0,))
     torch.testing.assert_close(loaded.image, torch.zeros(1, 4, 4, 4))
-
-
-def test_percentiles_and_windows_map_to_the_networks_range(make_volume):
-    voxels = np.arange(12 * 10 * 8, dtype=np.float32).reshape(1, 12, 10, 8)
-    path = make_volume("v.nii.gz", voxels)
-    loaded = load_volume(path, build_settings(intensity={"mode": "percentile", "lower": 10.0, "upper": 90.0}))
-    low, high = np.percentile(voxels, (10, 90))
-    expected = torch.from_numpy(np.clip((voxels - low) / (high - low), 0, 1)) * 2 - 1
-    torch.testing.assert_close(loaded.image, expected.float(), atol=1e-5, rtol=0)
-    assert (float(loaded.image.min()), float(loaded.image.max())) == pytest.approx(NETWORK_RANGE, abs=1e-6)
-    loaded = load_volume(path, build_settings(intensity={"mode": "window", "lower": -1000.0, "upper": 1000.0}))
-    torch.testing.assert_close(loaded.image, torch.from_numpy(voxels / 1000), atol=1e-6, rtol=0)
 
 
 def test_resampling_follows_a_smooth_function(make_volume):
@@ -117,9 +108,8 @@ def test_loading_names_the_file_that_is_not_as_it_was(make_volume):
     with pytest.raises(DataError, match=r"v\.nii\.gz: channel 0 is 0 at both"):
         load_volume(make_volume("v.nii.gz", voxels * 0), build_settings())
     voxels[0, 0, 0, 0] = np.nan
-    for intensity in (WIDE, {"mode": "window", "lower": 0.0, "upper": 1.0}):
-        with pytest.raises(DataError, match=r"v\.nii\.gz: 1 voxel is NaN or infinite"):
-            load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=intensity))
+    with pytest.raises(DataError, match=r"v\.nii\.gz: 1 voxel is NaN or infinite"):
+        load_volume(make_volume("v.nii.gz", voxels), build_settings())
 
 
 def test_patches_are_parts_of_the_volume_and_reach_all_of_it():
@@ -219,17 +209,57 @@ def test_each_channel_is_scaled_by_its_rule(tmp_path):
         np.testing.assert_allclose(mine, expected, atol=1e-5)
 
 
-def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
-    for channels, said in (
-        ([*RULES, ["window", 0, 1]], "4 entries for 3 channels"),
-        ([["window", 5, 5], *RULES[1:]], r"5 is not below upper \(5\)"),
-        ([["percentile", -1, 50], *RULES[1:]], "are not percentiles"),
-    ):
-        values = {"data": {"intensity": by_channel(channels)}, "autoencoder": {"in_channels": 3}}
-        with pytest.raises(ConfigError, match=said):
-            validate(values)
-    for name in "ab":
-        write_nifti(tmp_path / f"{name}.nii", random_voxels(1, (3, 12, 10, 8)), AFFINE)
-    far = build_settings(source=str(tmp_path), intensity=by_channel([*RULES[:2], ["window", 9000, 9001]]))
-    with pytest.raises(DataError, match="lie outside the window 9000 to 9001"):
-        prepare_volumes(far, 0, 3)
+KINDS = {
+    "float": lambda rng, n: rng.normal(0, 100, n).astype(np.float32),
+    "wide float": lambda rng, n: (rng.normal(0, 1, n) ** 5).astype(np.float64),
+    "half empty": lambda rng, n: np.where(rng.random(n) < 0.5, 0, rng.normal(0, 1e-3, n)).astype(np.float32),
+    "labels": lambda rng, n: rng.integers(0, 3, n).astype(np.float32),
+    "int16": lambda rng, n: rng.integers(-3000, 3000, n).astype(np.int16),
+    "uint8": lambda rng, n: rng.integers(0, 255, n).astype(np.uint8),
+    "big-endian": lambda rng, n: rng.integers(0, 60000, n).astype(">u2"),
+    "int32": lambda rng, n: rng.integers(-(10**8), 10**8, n).astype(np.int32),
+    "bool": lambda rng, n: rng.random(n) < 0.3,
+}
+
+
+@pytest.mark.parametrize("scale", [(1.0, 0.0), (-2.1, 3.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_percentiles_and_shares_are_those_of_all_voxels(kind, scale):
+    for number in (1, 2, 2500):
+        stored = Stored(KINDS[kind](np.random.default_rng(0), number).reshape(1, number, 1, 1), *scale)
+        values = stored.values(stored.array)
+        ranking = Ranking(stored)
+        assert ranking.percentiles((0, 0.5, 37.3, 100)) == np.percentile(values, (0, 0.5, 37.3, 100)).tolist()
+        assert ranking.is_whole == bool((values == values.round()).all())
+        assert (ranking.count, ranking.num_not_finite) == (number, 0)
+        for value in (*np.percentile(values, (0, 50, 97, 100)).tolist(), float(values.min()) - 1):
+            assert ranking.share_up_to(value) == (values <= np.float32(value)).mean()
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out():
+    values = np.array([1, np.nan, np.inf, -np.inf, 2, -5], np.float32).reshape(1, 6, 1, 1)
+    ranking = Ranking(Stored(values))
+    assert (ranking.count, ranking.num_not_finite) == (3, 3)
+    assert ranking.values.tolist() == [-5, 1, 2]
+    overflowing = Ranking(Stored(np.array([0, 1, 2], np.int16).reshape(1, 3, 1, 1), slope=3e38))
+    assert (overflowing.count, overflowing.num_not_finite) == (2, 1)
+    assert Ranking(Stored(np.full((1, 2, 2, 2), np.nan, np.float32))).count == 0
+    interleaved = Stored(np.arange(24, dtype=np.uint8).reshape((2, 3, 2, 2), order="F"))
+    assert [Ranking(interleaved.channel(c)).values[0] for c in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["int16", "float"])
+def test_reading_a_volume_needs_at_most_three_times_its_size(tmp_path, kind):
+    shape = (128, 128, 96)
+    path = tmp_path / "v.nii.gz"
+    write_nifti(path, KINDS[kind](np.random.default_rng(0), np.prod(shape)).reshape(1, *shape), np.eye(4))
+    settings = build_settings(voxel_size=[64, 64, 32])
+    measure(path, settings)
+    tracemalloc.start()
+    try:
+        stored, facts = measure(path, settings)
+        on_grid(stored, facts, settings)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < COPIES_WHILE_READING * 4 * np.prod(shape)

@@ -14,7 +14,7 @@ import pytest
 import data
 from data import checking
 from data.discovery import DiscoveredVolume
-from data.files.header import Stored
+from data.header import Stored
 from data.volumes import check_source, prepare_volumes, split
 from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
@@ -39,9 +39,9 @@ def test_every_problem_of_every_file_is_in_one_report(make_volume, tmp_path):
     lines = str(refusal.value).splitlines()
     assert lines[0].endswith("has 6 problems:")
     problems = {line.split(": ")[0].rsplit("/", 1)[1]: line.split(": ", 1)[1] for line in lines[1:]}
-    assert problems["truncated.nii.gz"].startswith("cannot be read as .nii.gz (Compressed file ended")
+    assert problems["truncated.nii.gz"].startswith("cannot be read as .nii.gz (")
     assert problems["nan.nii.gz"].startswith("2 voxels are NaN or infinite")
-    assert problems["slice.nii.gz"].startswith("a 2D image (12 x 10")
+    assert problems["slice.nii.gz"].startswith("12 x 10 x 1 voxels")
     assert problems["channels.nii.gz"].startswith("2 channels (12 x 10 x 8 x 2); autoencoder.in_channels is 1; change")
     assert problems["text.nii.gz"].startswith("cannot be read as .nii.gz")
     assert problems["flat.nii.gz"].startswith("channel 0 is 7 at both the 0.5th and the 99.5th percentile")
@@ -58,23 +58,10 @@ def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_
         prepare_volumes(build_settings(source=source, intensity=outside), seed=0, in_channels=1)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(1, "1 volume, 1 to train on and 0"), (2, "2 volumes, 1 to train on and 1")]
-)
-def test_too_few_volumes_to_train_and_evaluate_are_refused(make_volume, tmp_path, number, text):
-    for i in range(number):
-        make_volume(f"v{i}.nii.gz", random_voxels(i))
-    with pytest.raises(DataError, match=rf"has {text} held out; at least 1 and 2 are needed; add volumes"):
-        prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
-
-
-def test_spacing_needs_files_that_carry_one(tmp_path):
+def test_a_spacing_that_the_file_lacks_or_that_makes_it_enormous_is_refused(folder, tmp_path):
     np.save(tmp_path / "v.npy", random_voxels(0)[0])
     with pytest.raises(DataError, match=r"v\.npy: numpy arrays carry no voxel spacing, and data\.spacing is set"):
         prepare_volumes(build_settings(source=str(tmp_path), spacing=[1.0, 1.0, 1.0]), seed=0, in_channels=1)
-
-
-def test_a_spacing_that_makes_a_volume_enormous_is_refused(folder):
     settings = build_settings(source=str(folder), spacing=[1e-4, 1e-4, 1e-4])
     with pytest.raises(DataError, match=r"data\.spacing makes it .* voxels, .* GiB; .* choose a larger spacing"):
         prepare_volumes(settings, seed=0, in_channels=1)
@@ -105,9 +92,8 @@ def test_problems_are_not_remembered(folder):
     settings = build_settings(source=str(folder))
     content = (folder / "v1.nii.gz").read_bytes()
     (folder / "v1.nii.gz").write_bytes(content[:1000])
-    for _ in range(2):
-        with pytest.raises(DataError, match=r"v1\.nii\.gz: cannot be read"):
-            prepare_volumes(settings, seed=0, in_channels=1)
+    with pytest.raises(DataError, match=r"v1\.nii\.gz: cannot be read"):
+        prepare_volumes(settings, seed=0, in_channels=1)
     (folder / "v1.nii.gz").write_bytes(content)
     prepare_volumes(settings, seed=0, in_channels=1)
 
@@ -151,7 +137,10 @@ def test_held_out_is_the_nearest_number_and_at_least_two(number, val_fraction, h
         assert (len(train), len(val)) == (number - held_out, held_out)
 
 
-def test_a_listed_split_with_one_validation_volume_is_refused():
+def test_too_few_volumes_to_train_and_evaluate_are_refused():
+    for number, text in ((1, "1 volume, 1 to train on and 0"), (2, "2 volumes, 1 to train on and 1")):
+        with pytest.raises(DataError, match=rf"has {text} held out; at least 1 and 2 are needed; add volumes"):
+            split(found(*"ab"[:number]), build_settings(), 0)
     volumes = [DiscoveredVolume(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
     with pytest.raises(DataError, match=r'3 to train on and 1 held out; .* change its lists "training" and'):
         split(volumes, build_settings(), 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tables import Row
+from data.partners import Row
 from data.volumes import VolumeFile
 from diffusion.conditioning.tabular import NumberCode, Tabular, code_of
 from settings import DataError, DataSettings
@@ -70,7 +70,7 @@ def test_every_missing_doubled_and_wrong_row_is_named():
 def test_a_table_without_the_columns_and_a_row_with_more_fields_are_refused():
     """A decimal comma would cut a number short, or move the columns after it."""
     Path("people.csv").write_text("file,age\na,1\n")
-    with pytest.raises(DataError, match="has the columns file, age; file, Age and sex are needed, once each; add"):
+    with pytest.raises(DataError, match="has the columns file, age; file, Age, sex are needed, once each; name"):
         read_numbers(settings(), files("a"))
     Path("people.csv").write_text("file,age\na.nii.gz,63,5\n")
     s = settings(categorical=[], continuous=["age"])

@@ -8,44 +8,29 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 from nibabel.wrapstruct import WrapStructError
+from pydantic import PlainValidator
 from pydicom.errors import InvalidDicomError
 
 from runtime.files import printable
 from settings import DataError
 
-
-class HeaderError(Exception):
-    """A header that must not be passed to ITK."""
-
-
 # What the libraries raise for damaged files, found by damaging files of every format at random and field by field. Only
 # calls into a library are guarded, so that a bug of ours is never reported as a damaged file.
-_NUMPY = (OSError, EOFError, ValueError, TypeError, OverflowError, SyntaxError, MemoryError, tokenize.TokenError)
-DAMAGE: dict[str, tuple[type[Exception], ...]] = {
-    "nifti": (
-        *(OSError, EOFError, ValueError, OverflowError, MemoryError, zlib.error),
-        *(ImageFileError, HeaderDataError, WrapStructError),
-    ),
-    "npy": _NUMPY,
-    # RuntimeError: a feature zipfile does not support, such as encryption. KeyError: an array missing from the archive.
-    "npz": (*_NUMPY, RuntimeError, KeyError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
-    # pydicom raises AttributeError for elements that are missing, and NotImplementedError for unknown compressions.
-    "dicom": (
-        *(OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
-        *(MemoryError, struct.error, InvalidDicomError),
-    ),
-    "itk": (OSError, RuntimeError, MemoryError, HeaderError),
-}
+DAMAGE = (
+    *(OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, SyntaxError),
+    *(MemoryError, tokenize.TokenError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
+    *(ImageFileError, HeaderDataError, WrapStructError, InvalidDicomError),
+)
 
 
 class DamagedError(Exception):
@@ -53,15 +38,15 @@ class DamagedError(Exception):
 
 
 class UnsuitableError(Exception):
-    """A file that can be read but not used; the text says why and what to do."""
+    """A file that must not be used; the text says why and what to do."""
 
 
 @contextmanager
-def library(name: str) -> Iterator[None]:
+def library() -> Iterator[None]:
     """Turn what a library raises for a damaged file into `DamagedError`."""
     try:
         yield
-    except DAMAGE[name] as error:
+    except DAMAGE as error:
         raise DamagedError from error
 
 
@@ -71,11 +56,10 @@ MOST_OF_A_KIND = 3
 
 @dataclass(frozen=True)
 class Note:
-    """What is said about a file; `is_label_map` if it was left out because it is one."""
+    """What is said about a file."""
 
     name: str
     text: str
-    is_label_map: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}"
@@ -89,9 +73,9 @@ class FileError(DataError):
         super().__init__(str(self.note))
 
 
-def left_out(name: object, why: str, is_label_map: bool = False) -> Note:
+def left_out(name: object, why: str) -> Note:
     """Return the note on a file that is not used."""
-    return Note(printable(name), f"left out, {why}", is_label_map)
+    return Note(printable(name), f"left out, {why}")
 
 
 def grouped(notes: Iterable[Note]) -> list[str]:
@@ -120,12 +104,12 @@ class Header:
     `axes` is the shape of the stored array, for messages.
     """
 
+    axes: tuple[int, ...]
     shape: tuple[int, int, int]
     num_channels: int
-    affine: np.ndarray
+    affine: Annotated[np.ndarray, PlainValidator(lambda rows: np.array(rows, np.float64).reshape(4, 4))]
     dtype: str
     has_spacing: bool
-    axes: tuple[int, ...]
 
     @property
     def spacing_mm(self) -> tuple[float, float, float]:
@@ -164,37 +148,25 @@ class Stored:
         return replace(self, array=self.array[number : number + 1])
 
 
-def spatial(axes: tuple[int, ...], channel_axis: int) -> tuple[tuple[int, int, int], int]:
-    """Split an array's shape into its three spatial axes and the number of channels."""
-    if any(n < 1 for n in axes):
-        raise UnsuitableError(
-            f"an axis without voxels ({' x '.join(map(str, axes))}); every axis needs some; write it again"
-        )
-    num_channels = 1
+def header_of(
+    axes: tuple[int, ...], channel_axis: int, dtype: object, affine: np.ndarray, has_spacing: bool = True
+) -> Header:
+    """Return the header of an array of three axes, or four with channels; raise UnsuitableError for any other."""
+    shape, num_channels = axes, 1
     if len(axes) == 4:
         num_channels = axes[channel_axis]
-        axes = axes[1:] if channel_axis == 0 else axes[:3]
-    if len(axes) == 2 or (len(axes) == 3 and 1 in axes):
+        shape = axes[1:] if channel_axis == 0 else axes[:3]
+    if len(shape) != 3 or min(axes) < 1 or 1 in shape:
         raise UnsuitableError(
-            f"a 2D image ({' x '.join(map(str, axes))}); a volume has three axes of 2 or more voxels; "
-            "stack the slices or remove it"
+            f"{' x '.join(map(str, axes))} voxels; a volume has three axes of 2 or more voxels, and one more if it has "
+            "channels; stack the slices of 2D images, split what has more axes, or remove it"
         )
-    if len(axes) != 3:
-        raise UnsuitableError(
-            f"{len(axes)} axes ({' x '.join(map(str, axes))}); 3, or 4 with channels, are allowed; split it"
-        )
-    return (axes[0], axes[1], axes[2]), num_channels
+    kind = np.dtype(dtype)  # type: ignore[call-overload]
+    if kind.kind not in "biuf":
+        raise UnsuitableError(f"voxels of type {kind}; integers or real numbers are allowed; convert it")
+    x, y, z = shape
+    return Header(axes, (x, y, z), num_channels, affine, kind.str, has_spacing)
 
 
-def numeric(dtype: np.dtype) -> str:
-    """Return the name of a numeric type; refuse any other."""
-    if dtype.kind not in "biuf":
-        raise UnsuitableError(f"voxels of type {dtype}; integers or real numbers are allowed; convert it")
-    return dtype.str
-
-
-def shaped(voxels: np.ndarray, *shape: int) -> np.ndarray:
-    """Reshape voxels to fit a header read earlier; the file may have been replaced in between."""
-    if voxels.size != math.prod(shape):
-        raise UnsuitableError(f"voxels of shape {voxels.shape} do not fit its own header; write the file again")
-    return voxels.reshape(shape)
+Opened = tuple[Header, Callable[[], Stored]]
+"""A header, and what reads the voxels that belong to it."""

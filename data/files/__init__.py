@@ -1,1 +1,0 @@
-"""Readers of the file formats: headers without voxels, and voxels as they are stored."""
