@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from memory.ladder.text import describe_ladder
+
 from memory.kernels.gpus import check_gpu, chosen_gpu
 from memory.ladder.rungs import build_rungs
-from memory.ladder.text import describe_ladder
 from memory.ladder.walk import walk
 from memory.predict import Predictor
 from memory.predict.prediction import GIB, Prediction, Stage
@@ -64,7 +65,7 @@ def output_of(command: str) -> str:
     assert (python, script) == ("python", "scripts/oom_ladder.py"), f"{command}: not the command of a ladder"
     given = oom_ladder.parse(words)
     settings = load_settings(CONFIGS.parent / given.config, given.overrides, stage=given.stage)
-    ladder = walk(settings, given.stage, round(given.budget_gb * GIB), given.order, gpu=chosen_gpu(given.gpu))
+    ladder = walk(settings, given.stage, given.budget_bytes, given.order, gpu=chosen_gpu(given.gpu))
     return describe_ladder(ladder, None).rstrip() + "\n"
 
 
