@@ -10,17 +10,18 @@ from settings import ConfigError, Settings, look_up
 
 Order = Literal["lossless-first", "guide"]
 Changes = dict[str, Any]
-SLAB_ROWS = (32, 16, 8)
+SLAB_ROWS = (32, 16)
+"""Slabs of 8 rows need as much memory as those of 16 in nearly all presets, and more time: more, smaller kernels."""
+HOST_ROWS = 8
+"""Levels in host memory have only their slabs on the device, so thinner ones are worth it."""
 MIN_CHANNELS = 8
 FIRST = "autoencoder.training"
-SAVED = "the activations that blocks save for backward"
 
 
 @dataclass(frozen=True)
 class Rung:
     """A config on the ladder; `changes` are relative to the rung above, `all_changes` to the original config.
 
-    lowers: the memory that the changes lower, which need not be part of the peak.
     family: later rungs of a family need less memory and more compute, so the first one that fits is enough.
     """
 
@@ -29,7 +30,6 @@ class Rung:
     all_changes: Changes
     same_mathematics: bool
     settings: Settings
-    lowers: str = ""
     family: str = ""
 
 
@@ -77,7 +77,7 @@ class _Builder:
         """Return whether 16 bits help and something can move to the host: a CPU is the host."""
         return self.settings.device.type != "cpu"
 
-    def add(self, name: str, changes: Changes, lowers: str, same: bool = True, family: str = "") -> None:
+    def add(self, name: str, changes: Changes, same: bool = True, family: str = "") -> None:
         above = self.rungs[-1]
         changes = {key: value for key, value in changes.items() if look_up(above.settings, key) != value}
         try:
@@ -86,11 +86,10 @@ class _Builder:
             return  # for example, a grid that the levels cannot halve
         if changes:
             same = same and above.same_mathematics
-            self.rungs.append(Rung(name, changes, {**above.all_changes, **changes}, same, settings, lowers, family))
+            self.rungs.append(Rung(name, changes, {**above.all_changes, **changes}, same, settings, family))
 
     def lean(self) -> None:
-        lowers = "the activations that blocks and attention save"
-        self.add("SDPA and lean blocks", {"autoencoder.implementation": "lean"}, lowers)
+        self.add("SDPA and lean blocks", {"autoencoder.implementation": "lean"})
 
     def micro_batch(self) -> None:
         training, where = self.settings.training_of(self.stage), f"{self.stage}.training"
@@ -100,8 +99,7 @@ class _Builder:
                 f"{where}.batch_size": size // divisor,
                 f"{where}.gradient_accumulation_steps": accumulation * divisor,
             }
-            lowers = "the activations of a micro-batch"
-            self.add(f"micro-batch {size // divisor}", changes, lowers, family="micro-batch")
+            self.add(f"micro-batch {size // divisor}", changes, family="micro-batch")
 
     def _checkpointed_levels(self) -> int:
         """Return how many levels of the autoencoder are checkpointed; the frozen decoder of stage 2 always is."""
@@ -113,27 +111,23 @@ class _Builder:
     def checkpoint_all(self) -> None:
         if self._checkpointed_levels() < len(self.settings.autoencoder.num_channels):
             changes = {f"{FIRST}.use_gradient_checkpointing": True, f"{FIRST}.checkpoint_levels": "all"}
-            self.add("checkpointing", changes, SAVED)
+            self.add("checkpointing", changes)
 
     def checkpoint_levels(self) -> None:
         levels = len(self.settings.autoencoder.num_channels)
         for count in range(self._checkpointed_levels() + 1, levels + 1):
-            changes = {
-                f"{FIRST}.use_gradient_checkpointing": True,
-                f"{FIRST}.checkpoint_levels": "all" if count == levels else count,
-            }
-            self.add(f"checkpointing, {count} of {levels} levels", changes, SAVED, family="checkpointing")
+            all_or_count = "all" if count == levels else count
+            changes = {f"{FIRST}.use_gradient_checkpointing": True, f"{FIRST}.checkpoint_levels": all_or_count}
+            self.add(f"checkpointing, {count} of {levels} levels", changes, family="checkpointing")
 
     def nested(self) -> None:
         training = self.settings.autoencoder.training
         if not training.use_gradient_checkpointing_offload and not training.nests_checkpoints:
-            changes = {f"{FIRST}.use_nested_checkpointing": True}
-            self.add("nested checkpointing", changes, "the inputs of the encoder's blocks")
+            self.add("nested checkpointing", {f"{FIRST}.use_nested_checkpointing": True})
 
     def slabs(self) -> None:
         for rows in self._thinner_slabs():
-            lowers = "temporary tensors at full resolution"
-            self.add(f"slabs of {rows} rows", {f"{FIRST}.slab_rows": rows}, lowers, family="slabs")
+            self.add(f"slabs of {rows} rows", {f"{FIRST}.slab_rows": rows}, family="slabs")
 
     def _thinner_slabs(self, current: int = 0) -> list[int]:
         current = current or self.settings.autoencoder.training.slab_rows or self.settings.training_grid[0]
@@ -153,8 +147,7 @@ class _Builder:
                 f"{FIRST}.use_nested_checkpointing": False,
                 f"{FIRST}.slab_rows": rows,
             }
-            name = f"offload, slabs of {rows} rows" if rows else "offload"
-            self.add(name, changes, "block inputs, which move to the host", family="offload")
+            self.add(f"offload, slabs of {rows} rows" if rows else "offload", changes, family="offload")
 
     def offload_levels(self) -> None:
         """Put levels into host memory and offload what is left on the device; nesting takes less of the host."""
@@ -162,55 +155,48 @@ class _Builder:
         for count in range(s.training.offload_levels + 1, s.most_offload_levels + 1) if self.is_for_gpu else ():
             changes = {
                 f"{FIRST}.offload_levels": count,
-                f"{FIRST}.slab_rows": min(s.training.slab_rows or SLAB_ROWS[-1], SLAB_ROWS[-1]),
+                f"{FIRST}.slab_rows": min(s.training.slab_rows or HOST_ROWS, HOST_ROWS),
                 f"{FIRST}.use_gradient_checkpointing_offload": True,
                 f"{FIRST}.use_nested_checkpointing": True,
             }
             name = f"{count} of {len(s.num_channels)} levels in host memory"
-            self.add(name, changes, "volumes and gradients of the highest levels", family="levels in host memory")
+            self.add(name, changes, family="levels in host memory")
 
     def perceptual_chunk(self) -> None:
         training = self.settings.autoencoder.training
         if training.use_perceptual_loss and training.perceptual.network.startswith("lpips-"):
-            changes = {f"{FIRST}.perceptual.chunk_size": 1}
-            self.add("perceptual loss one slice at a time", changes, "the activations of the perceptual network")
+            self.add("perceptual loss one slice at a time", {f"{FIRST}.perceptual.chunk_size": 1})
 
     def latent_cache(self) -> None:
         if self.settings.ldm.latents.cache == "none":
-            self.add("latents from the cache", {"ldm.latents.cache": "disk"}, "the memory for encoding volumes")
+            self.add("latents from the cache", {"ldm.latents.cache": "disk"})
 
     def pixel_loss(self) -> None:
         """Lower what the pixel loss needs: fewer volumes at a time, and the knobs of stage 1 for its frozen decoder."""
         training = self.settings.ldm.training
         if training.pixel_loss.weight and min(training.pixel_loss.chunk_size, training.batch_size) > 1:
-            changes = {"ldm.training.pixel_loss.chunk_size": 1}
-            self.add("pixel loss one volume at a time", changes, "the activations of the decoder")
+            self.add("pixel loss one volume at a time", {"ldm.training.pixel_loss.chunk_size": 1})
         self.micro_batch()
         if training.pixel_loss.weight:
             for add in (self.lean, self.checkpoint_all, self.slabs, self.offload_levels):
                 add()
 
     def unet_checkpointing(self) -> None:
-        changes = {"ldm.training.use_gradient_checkpointing": True}
-        self.add("checkpointing of the U-Net", changes, "the activations that the U-Net's blocks save for backward")
+        self.add("checkpointing of the U-Net", {"ldm.training.use_gradient_checkpointing": True})
 
     def unet_offload(self) -> None:
         if self.is_for_gpu:
-            changes = {"ldm.training.use_gradient_checkpointing_offload": True}
-            self.add("U-Net block inputs on the host", changes, "the inputs of the U-Net's blocks")
+            self.add("U-Net block inputs on the host", {"ldm.training.use_gradient_checkpointing_offload": True})
 
     def mixed_precision(self) -> None:
         if self.is_for_gpu:
-            changes = {"device.mixed_precision": True}
-            self.add("mixed precision", changes, "activations, which become 16-bit", same=False)
+            self.add("mixed precision", {"device.mixed_precision": True}, same=False)
 
     def no_perceptual(self) -> None:
-        changes = {f"{FIRST}.use_perceptual_loss": False}
-        self.add("no perceptual loss", changes, "the perceptual network and its activations", same=False)
+        self.add("no perceptual loss", {f"{FIRST}.use_perceptual_loss": False}, same=False)
 
     def no_pixel_loss(self) -> None:
-        changes = {"ldm.training.pixel_loss.weight": 0.0}
-        self.add("no pixel loss", changes, "the decoder and its activations", same=False)
+        self.add("no pixel loss", {"ldm.training.pixel_loss.weight": 0.0}, same=False)
 
     def discriminator(self) -> None:
         if self.settings.autoencoder.training.uses_discriminator:
@@ -219,7 +205,7 @@ class _Builder:
                 f"{FIRST}.discriminator.num_layers_d": min(now.num_layers_d, max(2, now.num_layers_d - 1)),
                 f"{FIRST}.discriminator.num_channels": _fewer(now.num_channels, 0.5),
             }
-            self.add("smaller discriminator", smaller, "the discriminator and its activations", same=False)
+            self.add("smaller discriminator", smaller, same=False)
 
     def attention(self) -> None:
         levels = list(look_up(self.settings, self.network).attention_levels)
@@ -228,9 +214,7 @@ class _Builder:
         for number in [number for number, attends in enumerate(levels) if attends]:
             levels[number] = False
             name = f"no attention at level {number}" if any(levels) or keeps_middle else "no attention"
-            changes = {f"{self.network}.attention_levels": tuple(levels)}
-            lowers = "the activations of attention, and above all its compute"
-            self.add(name, changes, lowers, same=False, family="attention")
+            self.add(name, {f"{self.network}.attention_levels": tuple(levels)}, same=False, family="attention")
 
     def channels(self) -> None:
         channels = look_up(self.settings, self.network).num_channels
@@ -238,8 +222,7 @@ class _Builder:
             fewer = tuple(_fewer(count, share, multiple=4) for count in channels)
             if fewer != channels:
                 changes = {f"{self.network}.num_channels": fewer, f"{self.network}.norm_num_groups": "auto"}
-                name = f"channels {list(fewer)}"
-                self.add(name, changes, "activations and weights", same=False, family="channels")
+                self.add(f"channels {list(fewer)}", changes, same=False, family="channels")
 
     def grid(self) -> None:
         """Halve the longest axes four times; grids that the settings refuse as too small are left out."""
@@ -249,8 +232,7 @@ class _Builder:
         for _ in range(4):
             longest = max(grid)
             grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
-            name = f"grid {'x'.join(map(str, grid))}"
-            self.add(name, {key: grid}, "everything but the weights", same=False, family="grid")
+            self.add(f"grid {'x'.join(map(str, grid))}", {key: grid}, same=False, family="grid")
 
 
 def _fewer(count: int, share: float, multiple: int = 1) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from memory.kernels.gpus import Gpu, chosen_gpu
@@ -33,7 +32,7 @@ class PredictedRung:
     def to_json(self, gpu: Gpu) -> dict[str, Any]:
         """Return plain values for a JSON file."""
         p, rung = self.prediction, self.rung
-        rung_names = ("name", "changes", "all_changes", "same_mathematics", "lowers")
+        rung_names = ("name", "changes", "all_changes", "same_mathematics")
         names = [
             *("tier", "peak_allocated_bytes", "peak_reserved_bytes", "required_bytes", "host_bytes", "phase"),
             *("traffic_bytes", "work", "run_peaks", "max_steps", "margin"),
@@ -171,12 +170,6 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
         if measured is not None:
             cells.append(gib(measured[rung.name]) if rung.name in measured else "failed")
         rows.append(cells)
-    without_effect = [
-        f"{row.rung.name}: same peak as the rung above. It lowers {row.rung.lowers}, but the peak is in "
-        f"{row.prediction.phase}."
-        for above, row in pairwise(ladder.rungs)
-        if row.prediction.peak_allocated_bytes == above.prediction.peak_allocated_bytes
-    ]
     given = ladder.rungs[0].prediction
     time = CPU_TIME
     if given.is_for_gpu:
@@ -184,8 +177,7 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
             f"Time: of the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from operations, bytes moved "
             "and kernels." + dominant_text(given, ladder.gpu)
         )
-    parts = [table(rows, right=(2, 3, 4, 5, 6)), time, "\n".join(without_effect), _verdict(ladder)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join([table(rows, right=(2, 3, 4, 5, 6)), time, _verdict(ladder)])
 
 
 def _verdict(ladder: Ladder) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import nibabel as nib
 import numpy as np
 
 from data.checking import Checked, problems_of
@@ -58,9 +57,7 @@ class Fingerprint:
     sizes: tuple[Axes, ...]
     spacings: tuple[Axes, ...]
     num_without_spacing: int
-    orientations: dict[str, int]
     num_channels: int
-    types: dict[str, int]
     kinds: dict[str, int]
     lowest: Spread
     low: Spread
@@ -149,9 +146,7 @@ def fingerprint_of(
         sizes=tuple(tuple(map(float, size)) for size in sizes),
         spacings=spacings,
         num_without_spacing=sum(not fact.has_spacing for fact in facts),
-        orientations=dict(Counter("".join(nib.aff2axcodes(np.array(fact.affine))) for fact in facts).most_common()),
         num_channels=facts[0].num_channels,
-        types=dict(Counter(np.dtype(fact.dtype).name for fact in facts).most_common()),
         kinds={LABEL_MAPS: len(facts)} if are_maps else dict(Counter(map(modality_of, facts)).most_common()),
         lowest=Spread.of([fact.minimum for fact in facts]),
         low=Spread.of([fact.low for fact in facts]),

@@ -43,8 +43,6 @@ FINEST_STEPS = 6
 LEAST_VOXELS = 8**3
 ROUNDING = 0.12
 """How far rounding to what both networks divide may move an axis, or the aspect, before latents are padded instead."""
-MOST_ENLARGED = 3
-"""By how many steps a suggested grid is made larger that a stage refuses as too small."""
 
 
 @dataclass(frozen=True)
@@ -236,19 +234,14 @@ def _rounded(size: Sequence[float], steps: Sequence[int], resize: str) -> Grid:
 def suggested_values(found: Fingerprint, settings: Settings) -> dict[str, Any] | None:
     """Return the keys by which a plan with these networks, and memory for any grid, brings the volumes to a grid.
 
-    None if both stages refuse that grid and those a little larger.
+    None if the settings refuse that grid.
     """
     networks, unet = settings.autoencoder, settings.ldm.unet
     view = replace(covered_field_of_view(found), strides=networks.level_strides, unet_levels=len(unet.num_channels))
     if settings.data.spacing is not None and found.has_spacing:
         view = replace(view, spacing_mm=tuple(settings.data.spacing))
     layout = layouts(view)[-1]
-    levels = 1 if layout.pads_latents else unet.downsampling
-    for more in range(MOST_ENLARGED + 1):
-        grid = [axis + more * levels * step for axis, step in zip(layout.grid, networks.downsampling, strict=True)]
-        values: dict[str, Any] = {"data.voxel_size": grid, "data.resize": view.resize}
-        if view.resize == "crop_or_pad":
-            values["data.spacing"] = layout.stated_spacing
-        if not stage_problems(settings.with_overrides(values), grid):
-            return values
-    return None
+    values: dict[str, Any] = {"data.voxel_size": list(layout.grid), "data.resize": view.resize}
+    if view.resize == "crop_or_pad":
+        values["data.spacing"] = layout.stated_spacing
+    return None if stage_problems(settings.with_overrides(values), layout.grid) else values

@@ -88,7 +88,8 @@ class Planner:
         self._lock = threading.Lock()
         values = {"data.val_fraction": val_fraction(fingerprint)} | as_values(class_choices(fingerprint)) | given
         names = ("val_fraction", "group_by", "class_labels")
-        s = DataSettings(source=fingerprint.source, **{name: values.get(f"data.{name}") for name in names})
+        splits = {"source": fingerprint.source, **{name: values.get(f"data.{name}") for name in names}}
+        s = DataSettings.model_validate(splits)
         train, held_out = split(fingerprint.found, s, given.get("seed", DEFAULT_SEED))
         view = self._field_of_view(fingerprint)
         self.set = PlannedSet(fingerprint, view, given, (len(train), len(held_out)), name)

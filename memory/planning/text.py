@@ -78,20 +78,19 @@ def found_lines(found: Fingerprint) -> list[str]:
         spacing = f"{_axes(found.spacings)} mm"
     low, median, high = map(_spread, (found.low, found.median, found.high))
     background = "" if math.isnan(found.background) else f"; background: {found.background:.0%} of a volume"
-    orientations, types, kinds = (_counts(of, found.number) for of in (found.orientations, found.types, found.kinds))
+    kinds = ", ".join(f"{kind} ({count} of {found.number})" for kind, count in found.kinds.items())
     lines = [
-        f"volumes:     {found.number} in {printable(found.source)}",
-        f"size:        {_axes(found.sizes)} voxels",
-        f"spacing:     {spacing}",
-        f"orientation: {orientations}; type: {types}",
-        f"intensity:   1st percentile {low}, median {median}, 99th {high}{background}",
-        f"kind:        {kinds}, by the values; {counted(found.num_channels, 'channel')}",
+        f"volumes:   {found.number} in {printable(found.source)}",
+        f"size:      {_axes(found.sizes)} voxels",
+        f"spacing:   {spacing}",
+        f"intensity: 1st percentile {low}, median {median}, 99th {high}{background}",
+        f"kind:      {kinds}, by the values; {counted(found.num_channels, 'channel')}",
     ]
     if found.classes:
         shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
-        lines.append(f"classes:     {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
+        lines.append(f"classes:   {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
     if found.num_left_out:
-        lines.append(f"left out:    {counted(found.num_left_out, 'file')}; check_data.py says which and why")
+        lines.append(f"left out:  {counted(found.num_left_out, 'file')}; check_data.py says which and why")
     return lines
 
 
@@ -108,9 +107,3 @@ def _axes(rows: Sequence[Sequence[float]]) -> str:
 def _spread(spread: Spread) -> str:
     low, median, high = (f"{value:.3g}" for value in spread)
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def _counts(counts: dict[str, int], number: int) -> str:
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} ({count} of {number})" for name, count in list(counts.items())[:4])

@@ -120,43 +120,41 @@ class MemoryWatch:
         """Log the predicted peak and time of a run on so many volumes; name the next rung if it will not fit."""
         volumes = (num_train, num_held_out)
         if self.pending_for_gpu is not None and (on_gpu := self.pending_for_gpu.result(volumes)) is not None:
-            log.info("memory: on a GPU: predicted peak %s", self._peaks(on_gpu))
-            self._announce_time(on_gpu, chosen_gpu(self._gpu_name))
+            self._announce(on_gpu, chosen_gpu(self._gpu_name), "on a GPU: ")
             if self._gpu_name is None:
                 log.info("--gpu NAME predicts the time on another GPU")
-            _warn(on_gpu)
         if self.pending is not None:
             self.prediction = self.pending.result(volumes)
             if self.prediction is not None:
-                self._announce_memory(self.prediction, device_bytes(self.process.device))
-                self._announce_time(self.prediction, card_of(self.process.device))
+                device = self.process.device
+                self._announce(self.prediction, card_of(device), available=device_bytes(device))
         elif self.process.is_rank_zero:
             log.info(
                 "on this CPU, memory and time are not predicted for so small a run; the time left is measured on its "
                 "first steps"
             )
 
-    def _announce_memory(self, prediction: Prediction, available: int) -> None:
-        resident = 0 if prediction.is_for_gpu else psutil.Process().memory_info().rss
-        log.info("memory: predicted peak %s", self._peaks(prediction, resident, f" of {gib(available)}"))
-        _warn(prediction)
-        if prediction.needed_bytes(self.process.world_size) + resident > available:
+    def _announce(self, p: Prediction, card: Gpu, where: str = "", available: int | None = None) -> None:
+        """Log what a run needs; on a CPU also what its process has in memory already, which must fit too."""
+        num_processes, resident, of, python = self.process.world_size, 0, "", ""
+        if available is not None:
+            of = f" of {gib(available)}"
+            if not p.is_for_gpu:
+                resident = psutil.Process().memory_info().rss
+                python = f", {gib(resident)} of it Python and its libraries"
+        needed = p.needed_bytes(num_processes) + resident
+        log.info(
+            f"memory: {where}predicted peak {gib(needed)}{of} (in {p.needing_phase}){python}; tensors of a training "
+            f"step {gib(p.peak_allocated_bytes)} (in {p.phase}); allow {p.margin:.0%} margin"
+        )
+        for text in p.warnings:
+            log.warning("memory: %s", text)
+        if available is not None and needed > available:
             rung = next_same_mathematics_rung(self.settings, self.stage)
             advice = f"; next rung: {_rung_text(rung)}" if rung is not None else ""
             log.warning("memory: this will probably not fit%s; scripts/oom_ladder.py shows all rungs", advice)
-
-    def _announce_time(self, prediction: Prediction, card: Gpu) -> None:
         max_hours = self.settings.training_of(self.stage).max_hours
-        log.info("%s", describe_time(prediction, card, self.process.world_size, max_hours))
-
-    def _peaks(self, p: Prediction, resident: int = 0, of: str = "") -> str:
-        """Describe what a run needs; `resident`: what its process had in memory before it, on a CPU."""
-        needed = gib(p.needed_bytes(self.process.world_size) + resident)
-        python = f", {gib(resident)} of it Python and its libraries" if resident else ""
-        return (
-            f"{needed}{of} (in {p.needing_phase}){python}; tensors of a training step {gib(p.peak_allocated_bytes)} "
-            f"(in {p.phase}); allow {p.margin:.0%} margin"
-        )
+        log.info("%s", describe_time(p, card, num_processes, max_hours))
 
     def record(self, folder: Path) -> None:
         """Write the prediction to the run folder, for its report."""
@@ -309,11 +307,6 @@ def without_triton(device: torch.device) -> int:
     """Return the memory of a GPU that cannot run Triton; 0 for other devices."""
     is_plain = device.type == "cpu" or uses_triton(device)
     return 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
-
-
-def _warn(prediction: Prediction) -> None:
-    for text in prediction.warnings:
-        log.warning("memory: %s", text)
 
 
 def _rung_text(rung: Rung) -> str:

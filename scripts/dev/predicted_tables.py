@@ -10,11 +10,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from memory.ladder.text import describe_ladder
-
 from memory.kernels.gpus import check_gpu, chosen_gpu
 from memory.ladder.rungs import build_rungs
-from memory.ladder.walk import walk
+from memory.ladder.walk import describe_ladder, walk
 from memory.predict import Predictor
 from memory.predict.prediction import GIB, Prediction, Stage
 from scripts import oom_ladder
@@ -198,7 +196,7 @@ def preset_table(table: re.Match[str], ask: Ask) -> str:
 def knobs(settings: Settings) -> dict[Stage, dict[str, Changes]]:
     """Return the changes that a preset's users come to try: each one key, and checkpointing if it needs that."""
     plan, levels, first = settings.autoencoder.training, settings.autoencoder.attention_levels, "autoencoder.training"
-    is_mixed, slabs = settings.device.mixed_precision, {f"{first}.slab_rows": 0 if plan.slab_rows else 8}
+    is_mixed, slabs = settings.device.mixed_precision, {f"{first}.slab_rows": 0 if plan.slab_rows else 16}
     in_slabs = f"slab_rows={slabs[f'{first}.slab_rows']}"
     prefix = "" if plan.checkpoints_blocks else "checkpointing, "
     checkpointed = {f"{first}.use_gradient_checkpointing": True}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from typing import Any
 
 import pytest
-import yaml
 
-from data.split import split
 from memory.kernels.gpus import check_gpu
 from memory.kernels.timing import time_range
 from memory.planning.fingerprint import CT
@@ -59,12 +57,6 @@ def test_grid_gets_coarser_when_no_network_fits_the_latents():
     assert "times fewer voxels" in of(plan, "data.voxel_size").reason
 
 
-def test_a_grid_that_is_only_rounded_is_not_put_down_to_the_budget():
-    plan = planned(pretended(31, (36, 51, 35), background=0.03))
-    assert plan.settings.data.voxel_size == (32, 48, 32)
-    assert of(plan, "data.voxel_size").reason.startswith("about the 36x51x35 voxels of the files, rounded to what")
-
-
 def test_nothing_fits_is_said():
     with pytest.raises(NothingFitsError, match=r"nothing fits 0\.4 GiB; the smallest plan, .* needs .* give a larger"):
         planned(SETS["small crops"], 0.4)
@@ -88,21 +80,15 @@ def test_classes_condition_and_single_members_are_said():
     assert of(plan, "ldm.conditioning.type").reason.endswith("a single volume in: odd")
 
 
-def test_folders_of_few_volumes_are_patients():
-    plan = planned(pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)}))
-    choice = of(plan, "ldm.conditioning.type")
+def test_patients_stay_together():
+    """Folders of few volumes are patients and not classes, but labels of files in one folder say nothing of folders."""
+    found = pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)})
+    choice = of(planned(found), "ldm.conditioning.type")
     assert (choice.value, choice.is_weak) == ("none", True)
-    assert of(plan, "data.group_by").value == "folder"
-
-
-def test_patients_that_names_suggest_stay_together():
-    plan = planned(dataclasses.replace(SETS["MR"], group_by=r"\d"))
-    assert plan.settings.data.group_by == r"\d"
-
-
-def test_few_voxels_are_counted_in_full():
-    plan = planned(pretended(8, (20, 20, 20)))
-    assert "the set has 64,000 voxels on this grid" in of(plan, "autoencoder.num_channels").reason
+    assert of(planned(found), "data.group_by").value == "folder"
+    flat = tuple(dataclasses.replace(item, name=item.path.name) for item in found.found)
+    assert of(planned(dataclasses.replace(found, found=flat)), "data.group_by").value is None
+    assert planned(dataclasses.replace(SETS["MR"], group_by=r"\d")).settings.data.group_by == r"\d"
 
 
 @pytest.mark.parametrize("hours", [0.15, 0.5, 5])
@@ -120,17 +106,9 @@ def test_hours_that_nothing_keeps_to_are_refused():
 
 
 def test_hours_that_are_given_for_a_stage_are_its_hours():
-    given = {"autoencoder__training__max_hours": 3.0}
-    assert "Time on RTX 4090: 3 h + " in describe_plan(planned(SETS["MR"], **given))
+    assert "Time on RTX 4090: 3 h + " in describe_plan(planned(SETS["MR"], autoencoder__training__max_hours=3.0))
     with pytest.raises(ConfigError, match="--hours: found 3; allowed: at least 3"):
-        planned(SETS["MR"], 24, 3, **given)
-
-
-def test_held_out_volumes_are_counted_as_training_splits_them():
-    found = SETS["two channels"]
-    plan = planned(found, data__val_fraction=0.3)
-    assert plan.predictions["autoencoder"].num_volumes == [42, 18]
-    assert of(planned(found), "data.val_fraction").reason == "6 of 60 to validate with"
+        planned(SETS["MR"], 24, 3, autoencoder__training__max_hours=3.0)
 
 
 def test_deep_networks_get_patches_that_they_divide():
@@ -139,41 +117,28 @@ def test_deep_networks_get_patches_that_they_divide():
     assert not any(n % 32 for n in row.settings.data.patch_size[:2])
 
 
-def test_labels_of_files_in_one_folder_are_no_reason_to_group_by_folder():
-    found = pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)})
-    flat = tuple(dataclasses.replace(item, name=item.path.name) for item in found.found)
-    assert of(planned(dataclasses.replace(found, found=flat)), "data.group_by").value is None
-
-
 def test_given_values_that_do_not_fit_together_are_refused():
     with pytest.raises(ConfigError, match=r"data\.voxel_size"):
         planned(SETS["MR"], data__voxel_size=[97, 128, 128], autoencoder__num_channels=[16, 32])
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_yaml_reads_back_as_the_plan_and_says_why(name, tmp_path):
-    plan = planned(SETS[name])
-    out = tmp_path / "folder" / "planned.yaml"
-    out.parent.mkdir()
+def test_yaml_reads_back_as_the_plan_and_says_why(tmp_path):
+    plan, out = planned(SETS["CT"]), tmp_path / "planned.yaml"
     out.write_text(as_yaml(plan, "python scripts/plan.py", out))
     assert load_settings(out, stage="ldm") == plan.settings
     text = out.read_text()
-    assert PLANNED in text
     head = text.partition("\nname:")[0]
     joined = " ".join(head.replace("\n#", " ").split())
-    values = plan.settings.model_dump(mode="json")
-    written_keys = read_document(out).lines
+    assert PLANNED in head
+    assert max(map(len, head.splitlines())) <= 120
     for choice in plan.choices:
-        written = yaml.safe_dump(look_up(values, choice.key), default_flow_style=True, width=9999).split("\n")[0]
         mark = " (?)" if choice.is_weak else ""
-        assert f"{choice.key}: {written}{mark}: {choice.reason}" in joined
+        assert re.search(rf"{re.escape(choice.key)}: [^:]+{re.escape(mark)}: {re.escape(choice.reason)}", joined)
     for number, prediction in enumerate(plan.predictions.values(), start=1):
         needed = prediction.required_bytes / 2**30
         assert f"stage {number} {needed:.1f} GiB ({needed / 24:.0%} of the budget)" in joined
-    weak = [choice for choice in plan.choices if choice.is_weak]
-    assert weak
+    weak, written_keys = [choice for choice in plan.choices if choice.is_weak], read_document(out).lines
     assert text.count("# (?)") == len([choice for choice in weak if choice.key in written_keys]) > 0
-    assert max(map(len, head.splitlines())) <= 120
 
 
 def test_ct_gets_a_window_and_mr_percentiles():
@@ -210,21 +175,6 @@ def test_the_echoes_of_mostly_empty_volumes_count_more_and_keep_their_whole_rang
     rules = (whole, whole, whole, ("window", -1000.0, 1000.0))
     intensity = planned(four).settings.data.intensity
     assert tuple(intensity.of_channel(number) for number in range(4)) == rules
-
-
-def test_passes_are_counted_over_the_training_volumes():
-    plan = planned(SETS["CT"], 24)
-    settings = plan.settings
-    num_training = len(split(plan.fingerprint.found, settings.data, settings.seed)[0])
-    for stage, kind in (("autoencoder", "volume"), ("ldm", "latent")):
-        training = look_up(settings, f"{stage}.training")
-        per_update = training.batch_size * training.gradient_accumulation_steps
-        parts = 1.0
-        if stage == "autoencoder" and settings.data.patch_size is not None:
-            parts = math.prod(settings.data.voxel_size) / math.prod(settings.data.patch_size)
-        passes = training.max_steps * per_update / num_training / parts
-        reason = of(plan, f"{stage}.training.max_steps").reason
-        assert reason.startswith(f"about {passes:,.0f} passes over {num_training} training {kind}s")
 
 
 GIVEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

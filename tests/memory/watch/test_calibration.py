@@ -59,6 +59,8 @@ def test_other_configs_are_raised_within_the_tier_and_never_lowered():
 
 def test_what_a_gpu_measured_says_nothing_about_a_cpu():
     record(made(), 5 * GIB)
+    names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda", "cpu")}
+    assert len(names) == 2  # a config that leaves the device open is the one that trains on a GPU
     on_cpu = made(context_bytes=0)
     assert calibration.corrected(on_cpu) == on_cpu
     record(on_cpu, 6 * GIB)
@@ -116,12 +118,6 @@ def test_implausible_steps_of_a_checked_gpu_are_refused_and_take_nothing_away(tm
     with pytest.raises(UserError, match=r"damaged.md: no step that is plausible"):
         calibration.learn(tmp_path / "damaged.md")
     assert calibration.calibration_file().read_text() == before
-
-
-def test_a_config_that_leaves_the_device_open_is_the_one_that_trains_on_a_gpu():
-    names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda")}
-    assert len(names) == 1
-    assert fingerprint(Settings().with_overrides({"device.type": "cpu"}), "ldm") not in names
 
 
 def test_no_measurement_takes_a_prediction_below_its_tensors_and_the_phase_that_needs_the_most_is_named():

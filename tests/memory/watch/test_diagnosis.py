@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from memory.kernels.gpus import chosen_gpu
 from memory.predict.prediction import GIB
 from memory.watch.memory_watch import (
     REPORT,
@@ -77,7 +78,7 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
 
 
 def test_report_without_prediction_and_without_rung_says_so(tmp_path):
-    knobs = {"use_gradient_checkpointing_offload": True, "use_nested_checkpointing": False, "slab_rows": 8}
+    knobs = {"use_gradient_checkpointing_offload": True, "use_nested_checkpointing": False, "slab_rows": 16}
     knobs["offload_levels"] = HIGH_RES.autoencoder.most_offload_levels
     settings = HIGH_RES.with_overrides({f"{TRAINING}.{name}": value for name, value in knobs.items()})
     stop, report = failed(tmp_path, settings, None, MemoryError(), 0, 0, "optimizer")
@@ -128,7 +129,7 @@ def test_training_stops_without_next_rung_or_when_none_is_left_and_a_cpu_offload
     assert seen[:2] == [settings, settings]
     assert {settings.device.type for settings in seen} == {"auto"}
     assert not any(settings.autoencoder.training.use_gradient_checkpointing_offload for settings in seen)
-    assert seen[-1].autoencoder.training.slab_rows == 8
+    assert seen[-1].autoencoder.training.slab_rows == 16
 
 
 def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
@@ -151,7 +152,7 @@ def test_on_a_cpu_python_itself_must_fit_too(caplog):
     for available, is_enough in ((needed + resident // 2, False), (needed + 2 * resident, True)):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            watch._announce_memory(prediction, available)
+            watch._announce(prediction, chosen_gpu(None), available=available)
         assert ("this will probably not fit" not in caplog.text) == is_enough
         assert "GiB of it Python and its libraries" in caplog.text
 
