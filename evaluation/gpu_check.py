@@ -25,7 +25,7 @@ import torch
 from evaluation import gpu_kernels
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import GIB, PredictionError, Predictor, fingerprint
-from memory.watch.announcement import without_triton
+from memory.watch.memory_watch import without_triton
 from models.lean.norm.operators import uses_triton
 from runtime.cli import check_output_file, parser, run, write_output
 from runtime.precision import computes_bfloat16

@@ -4,29 +4,8 @@ from losses.lpips_slices import LpipsSlices
 from losses.medicalnet import MedicalNetDistance
 from losses.pieces import FrozenTerm
 from losses.structural import StructuralDistance
-from losses.terms import (
-    commitment_loss,
-    discriminator_loss_fake,
-    discriminator_loss_real,
-    edge_loss,
-    generator_adversarial_loss,
-    kl_divergence,
-    reconstruction_loss,
-)
 from losses.weights import FILES, find_weights
 from settings import AutoencoderTraining
-
-__all__ = [
-    "build_perceptual_loss",
-    "commitment_loss",
-    "discriminator_loss_fake",
-    "discriminator_loss_real",
-    "edge_loss",
-    "ensure_perceptual_weights",
-    "generator_adversarial_loss",
-    "kl_divergence",
-    "reconstruction_loss",
-]
 
 
 def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
@@ -48,17 +27,8 @@ def build_perceptual_loss(training: AutoencoderTraining, seed: int, load_weights
     if not training.use_perceptual_loss:
         return None
     perceptual = training.perceptual
-    family, _, trunk = perceptual.network.partition("-")
-    if family == "lpips":
-        return LpipsSlices(
-            trunk,
-            seed=seed,
-            slice_fraction=perceptual.slice_fraction,
-            chunk_size=perceptual.chunk_size,
-            weights=perceptual.weights,
-            load_weights=load_weights,
-        )
-    if family == "medicalnet":
-        return MedicalNetDistance(weights=perceptual.weights, load_weights=load_weights)
-    assert family == "structural", f"no perceptual network is called {perceptual.network!r}"
-    return StructuralDistance()
+    if perceptual.network.startswith("lpips-"):
+        return LpipsSlices(perceptual, seed, load_weights)
+    if perceptual.network == "structural":
+        return StructuralDistance()
+    return MedicalNetDistance(perceptual.weights, load_weights)

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from losses.pieces import FrozenTerm, Index, mean_over_pieces
 from losses.weights import find_weights, take_weights
+from settings.autoencoder import PerceptualSettings
 
 # The shortest side that each trunk accepts. Thinner slices are enlarged to it along that side.
-SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
+SHORTEST_SIDE = {"lpips-squeeze": 17, "lpips-alex": 31, "lpips-vgg": 16}
 # torchvision's operators, if they had to be declared; they exist only as long as the library object.
 _declarations: list[torch.library.Library] = []
 
@@ -30,28 +31,25 @@ class LpipsSlices(FrozenTerm):
     the channels of a medical volume are not red, green and blue.
     """
 
-    def __init__(
-        self,
-        trunk: str,
-        *,
-        seed: int,
-        slice_fraction: float,
-        chunk_size: int,
-        weights: str | None = None,
-        load_weights: bool = True,
-    ) -> None:
+    def __init__(self, s: PerceptualSettings, seed: int, load_weights: bool = True) -> None:
         super().__init__()
-        self.network: Any = _load_network(trunk, weights) if load_weights else _empty_network(trunk)
-        self.shortest_side = SHORTEST_SIDE[trunk]
-        self.seed = seed
-        self.slice_fraction = slice_fraction
-        self.chunk_size = chunk_size
+        self.network: Any = _load_network(s) if load_weights else _empty_network(s)
+        self.shortest_side = SHORTEST_SIDE[s.network]
+        self.seed, self.slice_fraction, self.chunk_size = seed, s.slice_fraction, s.chunk_size
         self.freeze()
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
         """Return the mean distance over the slices of this step."""
-        drawn = drawn_slices(reconstruction.shape[2:], self.slice_fraction, self.seed, step)
-        chunks = _chunks(reconstruction.shape, drawn, self.chunk_size)
+        volumes, channels, *grid = reconstruction.shape
+        chunks = []
+        for axis, positions in enumerate(drawn_slices(grid, self.slice_fraction, self.seed, step)):
+            slices: list[Index] = [
+                (volume, channel, *(position if other == axis else slice(None) for other in range(3)))
+                for position in positions
+                for volume in range(volumes)
+                for channel in range(channels)
+            ]
+            chunks += [slices[start : start + self.chunk_size] for start in range(0, len(slices), self.chunk_size)]
         return mean_over_pieces(reconstruction, target, chunks, self.distance)
 
     def distance(self, images: Tensor, wanted: Tensor) -> Tensor:
@@ -98,19 +96,6 @@ def unit_length(feature: Tensor, eps: float = 1e-10) -> Tensor:
     return feature / (torch.linalg.vector_norm(feature, dim=1, keepdim=True) + eps)
 
 
-def _chunks(shape: torch.Size, drawn: Sequence[Sequence[int]], chunk_size: int) -> list[list[Index]]:
-    chunks = []
-    for axis, positions in enumerate(drawn):
-        indices: list[Index] = [
-            (volume, channel, *(position if other == axis else slice(None) for other in range(3)))
-            for position in positions
-            for volume in range(shape[0])
-            for channel in range(shape[1])
-        ]
-        chunks += [indices[start : start + chunk_size] for start in range(0, len(indices), chunk_size)]
-    return chunks
-
-
 def import_torchvision() -> ModuleType:
     """Return torchvision, even if its compiled operators were built for another torch.
 
@@ -131,34 +116,30 @@ def import_torchvision() -> ModuleType:
     return importlib.import_module("torchvision")
 
 
-def _empty_network(trunk: str) -> Any:
+def _empty_network(s: PerceptualSettings) -> Any:
     import_torchvision()
     import lpips
 
     with warnings.catch_warnings():
         # lpips calls torchvision with an argument that has since been renamed.
         warnings.filterwarnings("ignore", message=".*'(pretrained|weights)'.*", category=UserWarning)
-        return lpips.LPIPS(net=trunk, pretrained=False, pnet_rand=True, verbose=False)
+        return lpips.LPIPS(net=s.network.removeprefix("lpips-"), pretrained=False, pnet_rand=True, verbose=False)
 
 
-def _load_network(trunk: str, weights: str | None) -> Any:
+def _load_network(s: PerceptualSettings) -> Any:
     """Build LPIPS with the trunk from a torchvision file and the heads from the lpips package."""
-    path = find_weights(f"lpips-{trunk}", weights)
+    path = find_weights(s.network, s.weights)
     # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
-        network = _empty_network(trunk)
+        network = _empty_network(s)
     # torchvision's features.3.weight is net.slice2.3.weight here; the layer keeps its number.
     names = {f"net.{key}": f"features.{key.split('.', 1)[1]}" for key in network.net.state_dict()}
-    take_weights(network, names, f"lpips-{trunk}", path, _heads(trunk))
-    return network
-
-
-def _heads(trunk: str) -> dict[str, Tensor]:
     import lpips
 
-    shipped = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{trunk}.pth"
+    shipped = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{s.network.removeprefix('lpips-')}.pth"
     heads = torch.load(shipped, map_location="cpu", weights_only=True)
     scaling = {f"scaling_layer.{key}": value for key, value in lpips.lpips.ScalingLayer().state_dict().items()}
     # The package registers every head twice, as lin0 and as lins.0.
     copies = {key.replace("lin", "lins.", 1): value for key, value in heads.items()}
-    return {**heads, **copies, **scaling}
+    take_weights(network, names, s.network, path, {**heads, **copies, **scaling})
+    return network

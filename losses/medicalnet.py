@@ -22,7 +22,7 @@ class MedicalNetDistance(FrozenTerm):
     with those of the batch, the loss of a volume would depend on the other volumes.
     """
 
-    def __init__(self, *, weights: str | None = None, load_weights: bool = True) -> None:
+    def __init__(self, weights: str | None = None, load_weights: bool = True) -> None:
         super().__init__()
         self.network: Any = _load_network(weights) if load_weights else dilated_resnet(10)
         self.freeze()

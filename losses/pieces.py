@@ -48,7 +48,7 @@ def mean_over_pieces(
         total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
         for chunk in memory_observer().chunks_to_run(chunks):
             total += distance(_gather(reconstruction, chunk), _gather(target, chunk)).sum()
-        return total / _count(chunks)
+        return total / sum(map(len, chunks))
 
 
 def mean_over_volumes(reconstruction: Tensor, target: Tensor, distance: Distance) -> Tensor:
@@ -74,10 +74,11 @@ class _GradientInForward(torch.autograd.Function):
             total += loss.detach()
             for index, piece_gradient in zip(chunk, piece_gradients, strict=True):
                 gradient[index].add_(piece_gradient)
-        gradient /= _count(chunks)
+        count = sum(map(len, chunks))
+        gradient /= count
         ctx.save_for_backward(gradient)
         ctx.dtype = reconstruction.dtype
-        return total / _count(chunks)
+        return total / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -95,7 +96,3 @@ def _gather(volume: Tensor, chunk: Sequence[Index]) -> Tensor:
 
 def _precision(volume: Tensor) -> torch.dtype:
     return torch.promote_types(volume.dtype, torch.float32)
-
-
-def _count(chunks: Sequence[Sequence[Index]]) -> int:
-    return sum(len(chunk) for chunk in chunks)

@@ -107,8 +107,7 @@ def generator_adversarial_loss(logits: Tensor) -> Tensor:
 def discriminator_loss_real(logits: Tensor) -> Tensor:
     """Return the real half of the discriminator's loss, which pulls the logits of real volumes to 1.
 
-    The discriminator's loss is the average of both halves. They are separate so that each can run backward before the
-    other is computed.
+    The loss is the average of both halves, which are separate so that each can run backward on its own.
     """
     return _mean_squared_distance(logits, 1.0)
 

@@ -79,20 +79,16 @@ def read_state_dict(path: Path, key: str = KEY) -> dict[str, Tensor]:
     """
     try:
         check_regular(path)
-        if path.suffix == ".safetensors":
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        is_safe = path.suffix == ".safetensors"
+        content: Any = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            str(Problem(key, f"{path} cannot be read as a state dict ({reason})", "", "fetch the file again"))
-        ) from error
+        raise _error(f"{path} cannot be read as a state dict ({reason})", "", "fetch the file again", key) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):
         found = f"{path} holds a {type(content).__name__}, not a state dict"
-        raise ConfigError(str(Problem(key, found, "", "fetch the file again")))
+        raise _error(found, "", "fetch the file again", key)
     return {str(key).removeprefix("module."): value for key, value in content.items() if isinstance(value, Tensor)}
 
 
@@ -106,14 +102,13 @@ def take_weights(
     found, expected = read_state_dict(path), module.state_dict()
     for key, name in names.items():
         if name not in found or found[name].shape != expected[key].shape:
-            file = FILES[network]
             text = f"{path} does not hold the weights of {network} ({name} is missing or has another shape)"
-            raise _error(text, f"it takes {file.description}, {file.name}", _remedy(file))
+            raise _error(text, f"it takes {FILES[network].description}", _remedy(FILES[network]))
     module.load_state_dict({key: found[name].float() for key, name in names.items()} | shipped, assign=True)
 
 
-def _error(found: str, allowed: str = "", remedy: str = "") -> ConfigError:
-    return ConfigError(str(Problem(KEY, found, allowed, remedy)))
+def _error(found: str, allowed: str, remedy: str, key: str = KEY) -> ConfigError:
+    return ConfigError(str(Problem(key, found, allowed, remedy)))
 
 
 def _remedy(file: WeightsFile) -> str:
@@ -139,6 +134,6 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
             f"{network} needs {file.name} ({file.description}), which is not in {destination.parent}"
             f" and could not be downloaded ({reason})"
         )
-        raise _error(found, remedy=_remedy(file)) from error
+        raise _error(found, "", _remedy(file)) from error
     finally:
         socket.setdefaulttimeout(before)

@@ -5,22 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import OUT_OF_MEMORY, add_config, check_output_file, parser, run, write_output
+from runtime.cli import OUT_OF_MEMORY, above_zero, add_config, check_output_file, parser, run, write_output
 from runtime.files import printable
 from settings import ConfigError, Problem, load_settings
 
-if TYPE_CHECKING:
-    from memory.ladder.walk import Ladder
-
+ROOT = Path(__file__).resolve().parent.parent
 LARGEST_BUDGET_GB = 1_000_000
+
+
+def budget_bytes(text: str) -> int:
+    """Read the memory of a GPU in GB."""
+    if above_zero(text) > LARGEST_BUDGET_GB:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST_BUDGET_GB} GB")
+    return round(float(text) * 2**30)
+
+
+def add_budget(target: argparse.ArgumentParser) -> None:
+    """Add --budget-gb, which becomes `budget_bytes`, and --gpu."""
+    text = "memory of the GPU in GB, for example 24"
+    target.add_argument("--budget-gb", dest="budget_bytes", type=budget_bytes, required=True, metavar="N", help=text)
+    text = 'GPU to predict the time for, such as "RTX 4090"; default: this machine\'s, or A100'
+    target.add_argument("--gpu", metavar="NAME", help=text)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,23 +47,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     add_config(result)
-    result.add_argument(
-        "--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU in GB, for example 24"
-    )
-    result.add_argument(
-        "--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="stage to predict; default: autoencoder"
-    )
-    result.add_argument(
-        "--order",
-        choices=("lossless-first", "guide"),
-        default="lossless-first",
-        help="lossless-first (default): changes that keep the mathematics come first; guide: as in the memory guide",
-    )
-    result.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help='GPU to predict the time for, such as "RTX 4090"; default: this machine\'s, or A100',
-    )
+    add_budget(result)
+    text = "stage to predict; default: autoencoder"
+    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help=text)
+    text = "lossless-first (default): changes that keep the mathematics come first; guide: as in the memory guide"
+    result.add_argument("--order", choices=("lossless-first", "guide"), default="lossless-first", help=text)
     result.add_argument("--json", metavar="FILE", help="also write the rungs and the recommendation as JSON")
     result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with reasons as comments")
     result.add_argument("--measure", action="store_true", help="CUDA only: also run a real step of each rung")
@@ -63,32 +64,36 @@ def main(options: argparse.Namespace) -> int:
         if path is not None:
             check_output_file(path, option, [options.config])
     settings = load_settings(options.config, options.overrides, stage=options.stage)
-    _check(options)
+    if options.measure:
+        import torch
+
+        if not torch.cuda.is_available():
+            remedy = "leave out --measure; predictions need no GPU"
+            allowed = "allowed: on a machine with a GPU"
+            raise ConfigError([Problem("--measure", "no CUDA device found", allowed, remedy)])
     from memory.kernels.gpus import chosen_gpu
-    from memory.ladder.text import config_with_reasons, describe_ladder
-    from memory.ladder.walk import walk
-    from memory.predict.prediction import GIB
+    from memory.ladder.walk import config_with_reasons, describe_ladder, walk
     from memory.watch.calibration import corrected
     from runtime.cli.bars import ProgressBar
 
-    budget_bytes = round(options.budget_gb * GIB)
     with ProgressBar(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
 
         def advance(done: int, total: int, name: str) -> None:
             bar.total, bar.n = total, done  # the total shrinks when rungs turn out not to be needed
             bar.set_postfix_str(name)
 
-        gpu = chosen_gpu(options.gpu)
-        correct = partial(corrected, gpu_name=options.gpu)
-        ladder = walk(settings, options.stage, budget_bytes, options.order, advance, correct, gpu)
-        measured = _measure(ladder, advance) if options.measure else None
+        gpu, correct = chosen_gpu(options.gpu), partial(corrected, gpu_name=options.gpu)
+        ladder = walk(settings, options.stage, options.budget_bytes, options.order, advance, correct, gpu)
+        measured: dict[str, int] = {}
+        for number, rung in enumerate((row.rung for row in ladder.rungs) if options.measure else (), start=1):
+            measured |= _measured(rung, options.stage)
+            advance(number, len(ladder.rungs), f"measured {rung.name}")
     if options.json is not None:
         values = ladder.to_json()
-        if measured is not None:
-            for rung in values["rungs"]:
-                rung["measured_bytes"] = measured.get(rung["name"])
+        for row in values["rungs"] if options.measure else ():
+            row["measured_bytes"] = measured.get(row["name"])
         write_output(options.json, json.dumps(values, indent=2) + "\n")
-    print(describe_ladder(ladder, measured))
+    print(describe_ladder(ladder, measured if options.measure else None))
     if ladder.recommended is None:
         return OUT_OF_MEMORY
     if options.write_config is not None:
@@ -99,33 +104,18 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = []
-    if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
-        allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
-        problems.append(Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24"))
-    if options.measure:
-        import torch
+def _measured(rung: Any, stage: str) -> dict[str, int]:
+    """Return what the allocator reserved in real updates of a rung, by its name; empty if they fail, as out of memory.
 
-        if not torch.cuda.is_available():
-            remedy = "leave out --measure; predictions need no GPU"
-            problems.append(Problem("--measure", "no CUDA device found", "allowed: on a machine with a GPU", remedy))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _measure(ladder: Ladder, advance: Callable[[int, int, str], None]) -> dict[str, int]:
-    """Run a real step of each rung in its own process; return the bytes that the allocator reserved, by rung."""
-    from memory.ladder.measured_step import measure_in_process
-
-    measured = {}
-    for number, predicted in enumerate(ladder.rungs, start=1):
-        rung = predicted.rung
-        peak = measure_in_process(rung.settings, ladder.stage)
-        if peak is not None:
-            measured[rung.name] = peak
-        advance(number, len(ladder.rungs), f"measured {rung.name}")
-    return measured
+    They run in a process of their own, whose memory nothing else shares.
+    """
+    request = {"stage": stage, "settings": rung.settings.model_dump(mode="json"), "seconds": 0.0}
+    command = [sys.executable, "-m", "evaluation.gpu_step"]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return {}
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {rung.name: max(found["first_peak_reserved_bytes"], found["peak_reserved_bytes"])}
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from data import Batch
-from losses import (
-    build_perceptual_loss,
+from losses import build_perceptual_loss
+from losses.terms import (
     commitment_loss,
     discriminator_loss_fake,
     discriminator_loss_real,

@@ -1,1 +1,1 @@
-"""From a folder of volumes and the size of a GPU to a config: fingerprint, choices, search, commented YAML."""
+"""From a folder of volumes and a budget to a config."""

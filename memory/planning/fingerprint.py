@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import nibabel as nib
 import numpy as np
 
-from data.checking import Checked, VolumeFacts, check_files, problems_of
+from data.checking import Checked, VolumeFacts, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
 from data.header import Note, problem_lines
 from data.intensity import range_problem
 from data.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.volumes import check_source, split, suspected_pattern
-from runtime.files import CHECKS, counted, printable
+from data.volumes import check_source, suspected_pattern
+from runtime.files import counted, printable
 from settings import DataError
-from settings.data import DataSettings, IntensitySettings
+from settings.data import DataSettings
 
 CT = "CT"
 LABEL_MAPS = "label maps"
@@ -27,8 +27,7 @@ SMALL_SET = 50
 Axes = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """The 5th, 50th and 95th percentile of a measure over the volumes."""
 
     low: float
@@ -38,8 +37,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Measure some values."""
-        low, median, high = np.percentile(np.asarray(values, float), (5, 50, 95)).tolist()
-        return cls(low, median, high)
+        return cls(*np.percentile(np.asarray(values, float), (5, 50, 95)).tolist())
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Fingerprint:
 
     `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of RAS.
     `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
-    percentiles, channel by channel. `signed`: the largest magnitude of each channel that has both signs, and 0 of the
-    others; only of sets with such volumes. `group_by` names patients if the names of the volumes suggest that some have
+    percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
     several. `problems` are those of files that could not be used, which are not in the other figures.
     """
 
@@ -58,9 +55,7 @@ class Fingerprint:
     sizes: tuple[Axes, ...]
     spacings: tuple[Axes, ...]
     num_without_spacing: int
-    orientations: dict[str, int]
     num_channels: int
-    types: dict[str, int]
     kinds: dict[str, int]
     lowest: Spread
     low: Spread
@@ -70,7 +65,6 @@ class Fingerprint:
     background: float
     num_flat: int
     ranges: tuple[tuple[float, float], ...] = ()
-    signed: tuple[float, ...] = ()
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
     num_left_out: int = 0
@@ -107,11 +101,6 @@ class Fingerprint:
         """Return the median spacing of each axis; 1 where some volumes have none."""
         return tuple(np.median(self.spacings, axis=0).tolist()) if self.has_spacing else (1.0, 1.0, 1.0)
 
-    def split(self, s: DataSettings, seed: int) -> tuple[int, int]:
-        """Return how many volumes train and how many are held out; raise DataError if a side has too few."""
-        train, val = split(self.found, s, seed)
-        return len(train), len(val)
-
 
 def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
     """Check every volume of a source and return what those are like that can be used.
@@ -134,19 +123,7 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    fingerprint = fingerprint_of(found, facts, s, len(source.left_out), problems)
-    is_signed = any(_is_flat(fact) and fact.minimum < 0 for fact in facts)
-    return replace(fingerprint, signed=_signed(found, s, num_channels)) if is_signed else fingerprint
-
-
-def _signed(found: Sequence[DiscoveredVolume], s: DataSettings, num_channels: int) -> tuple[float, ...]:
-    """Return the largest magnitude of each channel that has both signs, and 0 of the others; reads the files again."""
-    whole = IntensitySettings(mode="percentile", lower=0.0, upper=100.0)
-    s = s.model_copy(update={"prepared": "none", "intensity": whole})
-    checked = check_files([item.path for item in found], s, num_channels, CHECKS)
-    facts = [result.facts for result in checked if result.facts is not None]
-    ends = [(min(fact.lower[n] for fact in facts), max(fact.upper[n] for fact in facts)) for n in range(num_channels)]
-    return tuple(max(-low, high) if low < 0 < high else 0.0 for low, high in ends)
+    return fingerprint_of(found, facts, s, len(source.left_out), problems)
 
 
 def fingerprint_of(
@@ -158,18 +135,16 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
     counts = Counter(item.class_name for item in found)
-    shapes = [turned(fact, s) for fact in facts]
-    lower, upper = [fact.lower for fact in facts], [fact.upper for fact in facts]
+    sizes, spacings = zip(*(turned(fact, s) for fact in facts), strict=True)
+    ends = [np.median([getattr(fact, name) for fact in facts], axis=0).tolist() for name in ("lower", "upper")]
     are_maps = all(looks_like_labels(fact) for fact in facts)
     return Fingerprint(
         source=s.source,
         found=tuple(found),
-        sizes=tuple(tuple(map(float, size)) for size, _ in shapes),
-        spacings=tuple(spacing for _, spacing in shapes),
+        sizes=tuple(tuple(map(float, size)) for size in sizes),
+        spacings=spacings,
         num_without_spacing=sum(not fact.has_spacing for fact in facts),
-        orientations=dict(Counter("".join(nib.aff2axcodes(np.array(fact.affine))) for fact in facts).most_common()),
         num_channels=facts[0].num_channels,
-        types=dict(Counter(np.dtype(fact.dtype).name for fact in facts).most_common()),
         kinds={LABEL_MAPS: len(facts)} if are_maps else dict(Counter(map(modality_of, facts)).most_common()),
         lowest=Spread.of([fact.minimum for fact in facts]),
         low=Spread.of([fact.low for fact in facts]),
@@ -178,7 +153,7 @@ def fingerprint_of(
         largest=max(fact.maximum for fact in facts),
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
-        ranges=tuple(zip(*(np.median(ends, axis=0).tolist() for ends in (lower, upper)), strict=True)),
+        ranges=tuple(zip(*ends, strict=True)),
         classes={name: counts[name] for name in class_names_of(found)},
         group_by=suspected_pattern(found),
         num_left_out=num_left_out,

@@ -43,8 +43,6 @@ FINEST_STEPS = 6
 LEAST_VOXELS = 8**3
 ROUNDING = 0.12
 """How far rounding to what both networks divide may move an axis, or the aspect, before latents are padded instead."""
-MOST_ENLARGED = 3
-"""By how many steps a suggested grid is made larger that a stage refuses as too small."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +54,16 @@ class FieldOfView:
 
     size_mm: tuple[float, ...]
     spacing_mm: tuple[float, ...]
-    resize: str
-    reason: str
-    is_weak: bool
+    resize: str = "resample"
+    reason: str = ""
+    is_weak: bool = False
     strides: Strides | int | None = None
     depth: int | None = None
     unet_levels: int | None = None
 
-    @property
-    def stored(self) -> Grid:
-        """Return the grid at the spacing of the files."""
-        return tuple(round(mm / step) for mm, step in zip(self.size_mm, self.spacing_mm, strict=True))
+    def spacing_of(self, size: Sequence[float]) -> tuple[float, ...]:
+        """Return the spacing of a grid of so many voxels per axis."""
+        return tuple(mm / n for mm, n in zip(self.size_mm, size, strict=True))
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Layout:
     @property
     def factor(self) -> Grid:
         """Return by how much each axis shrinks from volume to latent."""
-        return tuple(math.prod(stride[axis] for stride in self.strides) for axis in range(3))
+        return _factor(self.strides)
 
     @property
     def latent(self) -> Grid:
@@ -99,45 +96,37 @@ class Layout:
         """Return the voxels of the grid."""
         return math.prod(self.grid)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Return whether some level keeps an axis that it halves elsewhere."""
-        return any(len(set(stride)) > 1 for stride in self.strides)
-
 
 def covered_field_of_view(fingerprint: Fingerprint) -> FieldOfView:
     """Choose the field of view, and whether volumes are stretched to it or cropped and padded."""
-    extents, spacing = fingerprint.extents, fingerprint.spacing
+    extents, number, background = fingerprint.extents, fingerprint.number, fingerprint.background
     low, median, high = np.percentile(extents, (5, 50, 95), axis=0)
     variation = float((high / low).max())
-    few = fingerprint.number < 10
-
-    def chosen(size: np.ndarray, resize: str, reason: str, is_weak: bool) -> FieldOfView:
-        return FieldOfView(tuple(size.tolist()), spacing, resize, reason, is_weak)
-
+    size, resize, few = median, "resample", number < 10
+    sizes = f"the fields of view differ by up to {variation:.2f} times"
     if variation <= ALIKE:
         reason = f"the fields of view are alike (they differ by at most {variation:.2f} times), so stretching is small"
-        return chosen(median, "resample", reason, few)
-    sizes = f"the fields of view differ by up to {variation:.2f} times"
-    if not fingerprint.has_spacing:
+        is_weak = few
+    elif not fingerprint.has_spacing:
         reason = f"{sizes} in voxels, and some files store no spacing, so each is stretched to the median"
-        return chosen(median, "resample", reason, True)
-    if not fingerprint.background >= LITTLE_BACKGROUND:
-        share = "unknown" if math.isnan(fingerprint.background) else f"{fingerprint.background:.0%}"
+        is_weak = True
+    elif not background >= LITTLE_BACKGROUND:
+        share = "unknown" if math.isnan(background) else f"{background:.0%}"
         reason = (
             f"{sizes}, and the volumes are filled to the edge (background {share}), so padding would draw borders; "
             "each is stretched to the median instead"
         )
-        return chosen(median, "resample", reason, True)
-    size = np.percentile(extents, COVERED, axis=0)
-    cut = int((extents > size * 1.001).any(axis=1).sum())
-    covered = "x".join(f"{mm:.0f}" for mm in size)
-    reason = (
-        f"{sizes}, so every volume keeps its millimetres: the grid covers {covered} mm, "
-        f"{cut} of {fingerprint.number} volumes lose part of their edge and smaller ones are padded with background "
-        f"(they have {fingerprint.background:.0%} of it)"
-    )
-    return chosen(size, "crop_or_pad", reason, few or variation > 2)
+        is_weak = True
+    else:
+        size, resize = np.percentile(extents, COVERED, axis=0), "crop_or_pad"
+        cut = int((extents > size * 1.001).any(axis=1).sum())
+        covered = "x".join(f"{mm:.0f}" for mm in size)
+        reason = (
+            f"{sizes}, so every volume keeps its millimetres: the grid covers {covered} mm, {cut} of {number} volumes "
+            f"lose part of their edge and smaller ones are padded with background (they have {background:.0%} of it)"
+        )
+        is_weak = few or variation > 2
+    return FieldOfView(tuple(size.tolist()), fingerprint.spacing, resize, reason, is_weak)
 
 
 def layouts(view: FieldOfView) -> list[Layout]:
@@ -145,12 +134,12 @@ def layouts(view: FieldOfView) -> list[Layout]:
 
     Coarser grids lengthen the shortest voxels first, so thick slices stay as they are until the others are as thick.
     """
-    shortest = min(view.spacing_mm)
     found: dict[Grid, Layout] = {}
     for number in range(MOST_HALVINGS * FINEST_STEPS + 1):
-        length = shortest * 2 ** (number / FINEST_STEPS)
-        size = [mm / max(step, length) for mm, step in zip(view.size_mm, view.spacing_mm, strict=True)]
-        layout = layout_of(size, view)
+        length = min(view.spacing_mm) * 2 ** (number / FINEST_STEPS)
+        layout = layout_of(
+            [mm / max(step, length) for mm, step in zip(view.size_mm, view.spacing_mm, strict=True)], view
+        )
         if number and layout.voxels < LEAST_VOXELS:
             break
         found.setdefault(layout.grid, layout)
@@ -159,71 +148,53 @@ def layouts(view: FieldOfView) -> list[Layout]:
 
 def layout_of(size: Sequence[float], view: FieldOfView) -> Layout:
     """Return the layout of a grid of about this many voxels per axis."""
-    spacing = [mm / n for mm, n in zip(view.size_mm, size, strict=True)]
-    strides = _strides(view, size, spacing)
-    layout = Layout((1, 1, 1), (1.0, 1.0, 1.0), strides, 1, False)
-    latent = [n / f for n, f in zip(size, layout.factor, strict=True)]
-    levels = view.unet_levels or _unet_levels(latent)
-    steps = [f * 2 ** (levels - 1) for f in layout.factor]
-    grid = _rounded(size, steps, view.resize)
+    strides = strides_of(view, size)
+    factor = _factor(strides)
+    levels = view.unet_levels or _unet_levels([n / f for n, f in zip(size, factor, strict=True)])
+    grid = _rounded(size, [f * 2 ** (levels - 1) for f in factor], view.resize)
     changes = [n / old for n, old in zip(grid, size, strict=True)]
     pads = any(abs(change - 1) > ROUNDING for change in changes)
-    pads |= view.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING
-    if pads:
-        grid = _rounded(size, layout.factor, view.resize)
+    if pads or (view.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING):
+        grid = _rounded(size, factor, view.resize)
     return fixed_layout(grid, view, strides, levels)
 
 
 def fixed_layout(grid: Grid, view: FieldOfView, strides: Strides | None = None, levels: int | None = None) -> Layout:
     """Return the layout of exactly this grid."""
-    spacing = tuple(mm / n for mm, n in zip(view.size_mm, grid, strict=True))
-    strides = _strides(view, grid, spacing, exactly=True) if strides is None else strides
-    layout = Layout(grid, spacing, strides, 1, False)
-    levels = levels or view.unet_levels or _unet_levels(layout.latent)
-    pads = any(n % 2 ** (levels - 1) for n in layout.latent)
-    return Layout(grid, spacing, strides, levels, pads)
+    strides = strides_of(view, grid, exactly=True) if strides is None else strides
+    latent = [n // f for n, f in zip(grid, _factor(strides), strict=True)]
+    levels = levels or view.unet_levels or _unet_levels(latent)
+    return Layout(grid, view.spacing_of(grid), strides, levels, any(n % 2 ** (levels - 1) for n in latent))
 
 
-def _strides(view: FieldOfView, size: Sequence[float], spacing: Sequence[float], exactly: bool = False) -> Strides:
-    """Return the strides that the user gave, else those that suit the grid."""
+def strides_of(view: FieldOfView, size: Sequence[float], exactly: bool = False) -> Strides:
+    """Return the strides that were given, else two for each axis and level, or one where voxels are long or few.
+
+    A depth that was given is taken whatever is left of the axes. exactly: each axis must stay a whole number of voxels.
+    """
     if isinstance(view.strides, tuple):
         return view.strides
-    return strides_of(size, spacing, view.depth, exactly, alike=view.strides == 2)
-
-
-def strides_of(
-    size: Sequence[float],
-    spacing: Sequence[float],
-    depth: int | None = None,
-    exactly: bool = False,
-    alike: bool = False,
-) -> Strides:
-    """Return the stride of each axis at each level: two, or one where voxels are already long or few.
-
-    depth: how many levels to halve, whatever is left of the axes. exactly: the grid is given, so each axis must stay a
-    whole number of voxels. alike: all axes are halved together.
-    """
+    depth, alike = view.depth, view.strides == 2
     strides: list[tuple[int, ...]] = []
-    size, spacing = list(size), list(spacing)
+    size, spacing = list(size), list(view.spacing_of(size))
     while len(strides) < (MOST_HALVINGS if depth is None else depth):
         voxels = math.prod(size)
         if depth is None and len(strides) == 2 and voxels <= LARGE_LATENT:
             break
-        least = LEAST_LATENT if strides else LEAST_AT_ALL
-        is_long = [mm > THICK * min(spacing) * 1.001 for mm in spacing]
+        least = LEAST_LATENT if strides and not (alike and voxels > LARGE_LATENT) else LEAST_AT_ALL
+        is_long = [not alike and mm > THICK * min(spacing) * 1.001 for mm in spacing]
         is_short = [n / 2 < least or (exactly and n % 2 != 0) for n in size]
-        if not alike:
+        if depth is not None:
+            stride = tuple(1 if long else 2 for long in is_long)
+        elif alike:
+            stride = (1, 1, 1) if any(is_short) else (2, 2, 2)
+        else:
             stride = tuple(1 if a or b else 2 for a, b in zip(is_long, is_short, strict=True))
             # Keeping a short axis while the others shrink pays only if there is much to gain.
             lacks = any(b and not a for a, b in zip(is_long, is_short, strict=True))
-            stops = lacks and voxels <= SMALL_LATENT and len(strides) > 0
-        else:
-            least = LEAST_AT_ALL if voxels > LARGE_LATENT else least
-            stops = min(size) / 2 < least or (exactly and any(n % 2 for n in size))
-            stride = (2, 2, 2)
-        if depth is not None:
-            stride = tuple(1 if a and not alike else 2 for a in is_long)
-        elif stops or set(stride) == {1}:
+            if lacks and voxels <= SMALL_LATENT and strides:
+                break
+        if depth is None and set(stride) == {1}:
             break
         strides.append(stride)
         size = [n / s for n, s in zip(size, stride, strict=True)]
@@ -231,13 +202,15 @@ def strides_of(
     return tuple(strides)
 
 
+def _factor(strides: Strides) -> Grid:
+    return tuple(math.prod(stride[axis] for stride in strides) for axis in range(3))
+
+
 def _unet_levels(latent: Sequence[float]) -> int:
     """Return 3 levels, fewer for latents of few voxels per axis, and 4 for large ones."""
     least = min(latent)
-    if least < 4:
-        return 1
     if least < 8:
-        return 2
+        return 1 if least < 4 else 2
     return 4 if least >= 16 and math.prod(latent) / 8**2 > 8192 else 3
 
 
@@ -250,31 +223,25 @@ def _rounded(size: Sequence[float], steps: Sequence[int], resize: str) -> Grid:
         tuple(min(step * max(1, n), LARGEST_AXIS - LARGEST_AXIS % step) for n, step in zip(chosen, steps, strict=True))
         for chosen in itertools.product(*near)
     ]
-    return min(candidates, key=lambda grid: _distortion(grid, size))
 
+    def distortion(grid: Grid) -> float:
+        changes = [math.log(n / old) for n, old in zip(grid, size, strict=True)]
+        return max(changes) - min(changes) + abs(sum(changes)) / 3
 
-def _distortion(grid: Grid, size: Sequence[float]) -> float:
-    """Return how far a grid is from a size: the spread of the changes of its axes, and their mean."""
-    changes = [math.log(n / old) for n, old in zip(grid, size, strict=True)]
-    return max(changes) - min(changes) + abs(sum(changes)) / 3
+    return min(candidates, key=distortion)
 
 
 def suggested_values(found: Fingerprint, settings: Settings) -> dict[str, Any] | None:
     """Return the keys by which a plan with these networks, and memory for any grid, brings the volumes to a grid.
 
-    None if both stages refuse that grid and those a little larger.
+    None if the settings refuse that grid.
     """
     networks, unet = settings.autoencoder, settings.ldm.unet
     view = replace(covered_field_of_view(found), strides=networks.level_strides, unet_levels=len(unet.num_channels))
     if settings.data.spacing is not None and found.has_spacing:
         view = replace(view, spacing_mm=tuple(settings.data.spacing))
     layout = layouts(view)[-1]
-    levels = 1 if layout.pads_latents else unet.downsampling
-    for more in range(MOST_ENLARGED + 1):
-        grid = [axis + more * levels * step for axis, step in zip(layout.grid, networks.downsampling, strict=True)]
-        values: dict[str, Any] = {"data.voxel_size": grid, "data.resize": view.resize}
-        if view.resize == "crop_or_pad":
-            values["data.spacing"] = layout.stated_spacing
-        if not stage_problems(settings.with_overrides(values), grid):
-            return values
-    return None
+    values: dict[str, Any] = {"data.voxel_size": list(layout.grid), "data.resize": view.resize}
+    if view.resize == "crop_or_pad":
+        values["data.spacing"] = layout.stated_spacing
+    return None if stage_problems(settings.with_overrides(values), layout.grid) else values

@@ -1,4 +1,4 @@
-"""A plan as text for the terminal, and as a commented YAML file as short as a preset."""
+"""A plan as text for the terminal, and as a YAML file as short as a preset. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import math
 import os
 import shlex
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from memory.kernels.timing import hours_range_text
 from memory.planning.fingerprint import Fingerprint, Spread
 from memory.planning.planner import Plan
-from memory.planning.search import Assessment
 from memory.predict.prediction import GIB
-from models import build_autoencoder, build_unet
 from runtime.files import counted, printable
-from settings import Settings, dump_short
+from settings import dump_short
 from settings.writing import value_text
 
-AXES = "xyz"
 SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"
 WEAK = "(?)"
 WIDTH = 118
@@ -42,31 +38,26 @@ def as_yaml(plan: Plan, command: str, out: Path) -> str:
         *_paragraphs(plan),
     ]
     lines = [f"# {line}".rstrip() for text in head for line in _wrapped(text, WIDTH - 2)]
-    marked = {choice.key for choice in plan.choices if choice.is_weak}
+    weak = {choice.key for choice in plan.choices if choice.is_weak}
 
     def comment(dotted: str, field: Any) -> str:
-        return f"{WEAK} {field.description}" if dotted in marked else str(field.description)
+        return f"{WEAK} {field.description}" if dotted in weak else str(field.description)
 
     return "\n".join([f"# yaml-language-server: $schema={schema}", *lines, "", dump_short(plan.settings, comment)])
 
 
-def _hours(stage: Assessment) -> str:
-    limit = stage.max_hours
-    return f"{limit:g} h" if limit is not None else hours_range_text(stage.hours, stage.prediction.is_time_measured)
-
-
 def _paragraphs(plan: Plan) -> list[str]:
-    first, second = plan.assessments["autoencoder"], plan.assessments["ldm"]
-    needs = [
-        f"stage {number} {_gib(stage.prediction.required_bytes)} ({stage.share:.0%} of the budget), with its margin "
-        f"{_gib(stage.prediction.required_with_margin)}"
-        for number, stage in enumerate((first, second), start=1)
-    ]
-    in_autoencoder, in_unet = _num_parameters(plan.settings)
+    needs, times = [], []
+    for number, (stage, p) in enumerate(plan.predictions.items(), start=1):
+        margin = f"with its margin {p.required_with_margin / GIB:.1f} GiB"
+        share = p.required_bytes / plan.budget_bytes
+        needs.append(f"stage {number} {p.required_bytes / GIB:.1f} GiB ({share:.0%} of the budget), {margin}")
+        limit = plan.settings.training_of(stage).max_hours
+        predicted = hours_range_text(p.hours(plan.gpu), p.is_time_measured)
+        times.append(predicted if limit is None else f"{limit:g} h")
     texts = [
         f"Memory, with the CUDA context: {'; '.join(needs)}.",
-        f"Time on {first.gpu.name}: {_hours(first)} + {_hours(second)}, from operations, bytes moved and kernels.",
-        f"Parameters: {in_autoencoder:,} + {in_unet:,}.",
+        f"Time on {plan.gpu.name}: {' + '.join(times)}, from operations, bytes moved and kernels.",
         *plan.notes,
         "",
         "What was found",
@@ -80,39 +71,26 @@ def _paragraphs(plan: Plan) -> list[str]:
     return texts
 
 
-def _num_parameters(settings: Settings) -> tuple[int, int]:
-    """Return the parameters of the autoencoder and of the U-Net; builds both without memory."""
-    with torch.device("meta"):
-        networks = (
-            build_autoencoder(settings.autoencoder),
-            build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape),
-        )
-    first, second = (sum(parameter.numel() for parameter in network.parameters()) for network in networks)
-    return first, second
-
-
 def found_lines(found: Fingerprint) -> list[str]:
     """Return what the volumes are like, a line for each fact."""
-    lines = [f"volumes:     {found.number} in {printable(found.source)}"]
-    lines.append(f"size:        {_axes(found.sizes, 'voxels')}")
-    without = f"{found.num_without_spacing} of {found.number} files store none"
-    lines.append(f"spacing:     {_axes(found.spacings, 'mm') if found.has_spacing else without}")
-    lines.append(
-        f"orientation: {_counts(found.orientations, found.number)}; type: {_counts(found.types, found.number)}"
-    )
+    spacing = f"{found.num_without_spacing} of {found.number} files store none"
+    if found.has_spacing:
+        spacing = f"{_axes(found.spacings)} mm"
+    low, median, high = map(_spread, (found.low, found.median, found.high))
     background = "" if math.isnan(found.background) else f"; background: {found.background:.0%} of a volume"
-    lines.append(
-        f"intensity:   1st percentile {_spread(found.low)}, median {_spread(found.median)}, 99th "
-        f"{_spread(found.high)}{background}"
-    )
-    lines.append(
-        f"kind:        {_counts(found.kinds, found.number)}, by the values; {counted(found.num_channels, 'channel')}"
-    )
+    kinds = ", ".join(f"{kind} ({count} of {found.number})" for kind, count in found.kinds.items())
+    lines = [
+        f"volumes:   {found.number} in {printable(found.source)}",
+        f"size:      {_axes(found.sizes)} voxels",
+        f"spacing:   {spacing}",
+        f"intensity: 1st percentile {low}, median {median}, 99th {high}{background}",
+        f"kind:      {kinds}, by the values; {counted(found.num_channels, 'channel')}",
+    ]
     if found.classes:
         shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
-        lines.append(f"classes:     {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
+        lines.append(f"classes:   {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
     if found.num_left_out:
-        lines.append(f"left out:    {counted(found.num_left_out, 'file')}; check_data.py says which and why")
+        lines.append(f"left out:  {counted(found.num_left_out, 'file')}; check_data.py says which and why")
     return lines
 
 
@@ -121,21 +99,11 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False) or [""]
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
-
-
-def _axes(rows: tuple[tuple[float, ...], ...], unit: str) -> str:
-    spreads = [_spread(Spread.of(axis)) for axis in zip(*rows, strict=True)]
-    return ", ".join(f"{axis} {spread}" for axis, spread in zip(AXES, spreads, strict=True)) + f" {unit}"
+def _axes(rows: Sequence[Sequence[float]]) -> str:
+    axes = zip("xyz", zip(*rows, strict=True), strict=True)
+    return ", ".join(f"{axis} {_spread(Spread.of(values))}" for axis, values in axes)
 
 
 def _spread(spread: Spread) -> str:
-    low, median, high = (f"{value:.3g}" for value in (spread.low, spread.median, spread.high))
+    low, median, high = (f"{value:.3g}" for value in spread)
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def _counts(counts: dict[str, int], number: int) -> str:
-    if len(counts) == 1:
-        return f"{next(iter(counts))}"
-    return ", ".join(f"{name} ({count} of {number})" for name, count in list(counts.items())[:4])

@@ -28,11 +28,9 @@ from settings import UserError
 
 log = logging.getLogger(__name__)
 
-LOWEST, HIGHEST = 0.5, 3.0
-"""A ratio outside this range measures something else, such as a second program on the GPU."""
-FASTEST = 0.2
-SLOWEST = 20.0
-"""A step that takes longer than so many times its prediction waits for something else, such as data."""
+What = Literal["memory", "time"]
+PLAUSIBLE: dict[What, tuple[float, float]] = {"memory": (0.5, 3.0), "time": (0.2, 20.0)}
+"""A ratio outside these measures something else, such as a second program on the GPU, or the wait for data."""
 MOST_KEPT = 20
 """How many measurements of one config are kept."""
 
@@ -72,7 +70,7 @@ class CheckedStep(BaseModel):
 
 
 class CheckedGpu(BaseModel):
-    """What is read of the file of scripts/check_gpu.sh."""
+    """The part that counts of a file that scripts/check_gpu.sh wrote."""
 
     format: Literal[1]
     machine: Machine
@@ -90,19 +88,28 @@ def calibration_file() -> Path:
     return cache / "lean_latent_diffusion_3d" / "memory_calibration.json"
 
 
-def record(prediction: Prediction, measured_bytes: int) -> float | None:
-    """Save what a full step allocated and return its ratio; None if that is implausible or cannot be saved.
+def record(prediction: Prediction, what: What, measured: float, predicted: float) -> float | None:
+    """Save how many times its prediction a full step took; return that, or None if it is implausible or not saved.
 
-    measured_bytes: peak allocated by tensors on CUDA, growth of the resident memory on the CPU.
+    memory: peak bytes allocated by tensors on CUDA, growth of the resident memory on a CPU; time: seconds.
     """
-    ratio = measured_bytes / max(1, prediction.peak_allocated_bytes)
-    return ratio if LOWEST <= ratio <= HIGHEST and _save_own(prediction, memory=ratio) else None
+    known = _read()
+    empty = Measured(stage=prediction.stage, tier=prediction.tier)
+    config = known.setdefault(_key(prediction), {}).setdefault(prediction.config, empty)
+    ratios = _plausible(what, measured, predicted)
+    setattr(config, what, [*getattr(config, what), *ratios][-MOST_KEPT:])
+    try:
+        if ratios:
+            _write(known)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        log.warning("memory: a measured step cannot be saved for later predictions (%s)", error)
+        return None
+    return ratios[0] if ratios else None
 
 
-def record_time(prediction: Prediction, measured_seconds: float, predicted_seconds: float) -> float | None:
-    """Save how many times its predicted time an update took and return that; None as for `record`."""
-    ratio = measured_seconds / max(1e-9, predicted_seconds)
-    return ratio if FASTEST <= ratio <= SLOWEST and _save_own(prediction, time=ratio) else None
+def _plausible(what: What, measured: float, predicted: float | None) -> list[float]:
+    ratio = measured / max(1e-9, predicted or 0.0)
+    return [round(ratio, 4)] if PLAUSIBLE[what][0] <= ratio <= PLAUSIBLE[what][1] else []
 
 
 def learn(path: Path) -> CheckedGpu:
@@ -114,25 +121,23 @@ def learn(path: Path) -> CheckedGpu:
     try:
         text = read_text(path)
         checked = CheckedGpu.model_validate_json(text.partition("\n```json\n")[2].partition("\n```")[0] or text)
-    except OSError as error:
-        raise UserError(f"{path}: {reason(error)}; {remedy}") from error
-    except ValidationError as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}; {remedy}") from error
+    except (OSError, ValidationError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"{path}: {why}; {remedy}") from error
     known = _read()
     configs, used = known.setdefault(checked.machine.key, {}), []
     for step in checked.steps:
-        measured = Measured(stage=step.stage, tier=step.tier)
-        ratio = step.peak_allocated_bytes / max(1, step.predicted_peak_allocated_bytes)
-        measured.memory = [round(ratio, 4)] if LOWEST <= ratio <= HIGHEST else []
-        ratio = step.seconds / step.predicted_seconds if step.predicted_seconds else 0.0
-        measured.time = [round(ratio, 4)] if FASTEST <= ratio <= SLOWEST else []
-        if measured.memory or measured.time:
-            configs[step.config] = measured
+        memory = _plausible("memory", step.peak_allocated_bytes, step.predicted_peak_allocated_bytes)
+        seconds = _plausible("time", step.seconds, step.predicted_seconds)
+        if memory or seconds:
+            configs[step.config] = Measured(stage=step.stage, tier=step.tier, memory=memory, time=seconds)
             used.append(step)
     if not used:
         raise UserError(f"{path}: no step that is plausible beside its prediction; {remedy}")
-    if not _write(known):
-        raise UserError(f"{calibration_file()}: cannot be written; set XDG_CACHE_HOME to a folder that can")
+    try:
+        _write(known)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: cannot be kept ({error}); set XDG_CACHE_HOME to a folder for it") from error
     return checked.model_copy(update={"steps": used})
 
 
@@ -152,38 +157,23 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
     configs, tier = known.get(key, {}), (prediction.stage, prediction.tier)
     alike = [measured for measured in configs.values() if (measured.stage, measured.tier) == tier]
     own = configs.get(prediction.config, Measured(stage=prediction.stage, tier=prediction.tier))
-    result = prediction
     if times := own.time or [ratio for measured in alike for ratio in measured.time]:
-        result = replace(result, time_correction=fmean(times))
+        prediction = replace(prediction, time_correction=fmean(times))
     if ratios := own.memory:
         floor = prediction.peak_allocated_bytes / max(1, prediction.peak_reserved_bytes)
         margin, source = prediction.margin / (1 + len(ratios)), f"{key}, this config"
-        return replace(result, correction=max(floor, *ratios), correction_source=source, margin=margin)
+        return replace(prediction, correction=max(floor, *ratios), correction_source=source, margin=margin)
     highest = max((ratio for measured in alike for ratio in measured.memory), default=1.0)
     if highest > 1:
         source = f"{key}, other configs of tier {prediction.tier}"
-        return replace(result, correction=highest, correction_source=source)
-    return result
+        return replace(prediction, correction=highest, correction_source=source)
+    return prediction
 
 
-def _save_own(prediction: Prediction, **ratios: float) -> bool:
-    """Add measured ratios of this machine's device to those of their config; return whether they could be saved."""
-    known, empty = _read(), Measured(stage=prediction.stage, tier=prediction.tier)
-    measured = known.setdefault(_key(prediction), {}).setdefault(prediction.config, empty)
-    for what, ratio in ratios.items():
-        setattr(measured, what, [*getattr(measured, what), round(ratio, 4)][-MOST_KEPT:])
-    return _write(known)
-
-
-def _write(known: dict[str, dict[str, Measured]]) -> bool:
-    try:
-        path = calibration_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, _FILE.dump_json(known, indent=2).decode() + "\n")
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-        log.warning("memory: a measured step cannot be saved for later predictions (%s)", error)
-        return False
-    return True
+def _write(known: dict[str, dict[str, Measured]]) -> None:
+    path = calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, _FILE.dump_json(known, indent=2).decode() + "\n")
 
 
 def _read() -> dict[str, dict[str, Measured]]:

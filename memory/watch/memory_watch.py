@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import gc
 import json
 import logging
@@ -13,30 +15,70 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
-from memory.kernels.gpus import chosen_gpu
-from memory.predict.prediction import MIB, Prediction, Stage, fullest_step
-from memory.watch.announcement import BackgroundPrediction, card_of, without_triton
-from memory.watch.calibration import record, record_time
-from memory.watch.diagnosis import (
-    Failure,
-    TrainingOutOfMemoryError,
-    is_out_of_memory,
-    report_out_of_memory,
-    settings_of_next_rung,
-)
-from memory.watch.readings import MemoryReadings
+from memory.kernels.gpus import Gpu, chosen_gpu, known_or_stand_in
+from memory.ladder.rungs import Rung
+from memory.ladder.walk import as_overrides, next_same_mathematics_rung, promise
+from memory.predict.prediction import MIB, Prediction, PredictionError, Predictor, Stage, fullest_step
+from memory.predict.text import describe_time, gib
+from memory.watch.calibration import corrected, record
+from memory.watch.readings import MemoryReadings, device_bytes
+from models.lean.norm.operators import uses_triton
+from runtime.cli import OUT_OF_MEMORY
 from runtime.files import write_text
 from runtime.observer import current_phase, phase
 from runtime.processes import Process, number_of_processes
-from settings import Settings
+from settings import Settings, UserError, dump_yaml
+from training.guard import checkpoint_state
 
 log = logging.getLogger(__name__)
 OnOom = Literal["stop", "next-rung"]
+REPORT = "oom_report.json"
+PREDICTION_TIMEOUT = 120.0
 TINY_ACTIVATION_BYTES, SMALL_ACTIVATION_BYTES, SHORT_RUN_BYTES = 1 * MIB, 16 * MIB, 512 * MIB
 """The size of the largest activation, and its sum over the micro-batches of a run."""
 TIMED_STEPS = 50  # without a pause between them, so that kernels still queued at the end hardly count
+# Messages of torch's CPU allocator, oneDNN and the C++ runtime.
+_CPU_MESSAGES = (
+    *("can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "bad allocation"),
+    *("could not create a memory", "out of memory", "unable to mmap"),
+)
+
+
+class TrainingOutOfMemoryError(UserError):
+    """Training ran out of memory; the text says what to do. `saved` is the step of the last checkpoint, or 0."""
+
+    exit_code = OUT_OF_MEMORY
+
+    def __init__(self, text: str, saved: int = 0) -> None:
+        super().__init__(text)
+        self.saved = saved
+
+
+class PendingPrediction:
+    """A prediction that runs in a worker while the data are prepared; a failed one never stops training."""
+
+    def __init__(self, settings: Settings, stage: Stage, gpu_name: str | None, without_triton: int) -> None:
+        self._gpu_name = gpu_name
+        self._predictor = Predictor(without_triton=without_triton)
+        self._future = self._predictor.submit(settings, stage)
+
+    def result(self, num_volumes: tuple[int, int]) -> Prediction | None:
+        """Return the prediction for so many training and held-out volumes; None if it failed or took too long."""
+        try:
+            prediction = corrected(self._future.result(PREDICTION_TIMEOUT), self._gpu_name)
+        except (PredictionError, TimeoutError) as error:
+            log.warning("memory: no prediction (%s)", str(error) or "it took too long")
+            return None
+        finally:
+            self.close()
+        return replace(prediction, num_volumes=list(num_volumes)) if any(num_volumes) else prediction
+
+    def close(self) -> None:
+        """Stop the worker."""
+        self._predictor.close()
 
 
 class MemoryWatch:
@@ -49,7 +91,7 @@ class MemoryWatch:
     def __init__(
         self, settings: Settings, stage: Stage, process: Process, is_dry_run: bool = False, gpu_name: str | None = None
     ) -> None:
-        self.stage, self.process = stage, process
+        self.stage, self.process, self._gpu_name = stage, process, gpu_name
         # Predictions and rungs of a CPU follow other rules, so the settings name the device.
         self.settings = settings.with_overrides({"device.type": process.device.type})
         self.prediction: Prediction | None = None
@@ -57,35 +99,62 @@ class MemoryWatch:
         self._full_steps = 0
         self._ends: list[float] = []
         self._is_timed = False
-        self._pending: BackgroundPrediction | None = None
-        self._for_gpu: BackgroundPrediction | None = None
+        self.pending: PendingPrediction | None = None
+        self.pending_for_gpu: PendingPrediction | None = None
         if process.is_rank_zero and not (process.device.type == "cpu" and is_tiny(settings, stage)):
-            self._pending = BackgroundPrediction(self.settings, stage, without_triton=without_triton(process.device))
+            self.pending = PendingPrediction(self.settings, stage, None, without_triton(process.device))
         has_no_gpu = settings.device.type == "auto" and process.device.type == "cpu"
         if process.is_rank_zero and is_dry_run and (gpu_name is not None or has_no_gpu):
             on_gpu, card = settings.with_overrides({"device.type": "cuda"}), chosen_gpu(gpu_name)
-            self._for_gpu = BackgroundPrediction(on_gpu, stage, gpu_name, card.without_triton)
+            self.pending_for_gpu = PendingPrediction(on_gpu, stage, gpu_name, card.without_triton)
 
     def __enter__(self) -> MemoryWatch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for pending in (self._pending, self._for_gpu):
+        for pending in (self.pending, self.pending_for_gpu):
             if pending is not None:
                 pending.close()
 
     def announce(self, num_train: int = 0, num_held_out: int = 0) -> None:
         """Log the predicted peak and time of a run on so many volumes; name the next rung if it will not fit."""
-        num_volumes, num_processes = (num_train, num_held_out), self.process.world_size
-        if self._for_gpu is not None:
-            self._for_gpu.announce_for_gpu(num_volumes, num_processes)
-        if self._pending is not None:
-            self.prediction = self._pending.announce(self.process.device, num_volumes, num_processes)
+        volumes = (num_train, num_held_out)
+        if self.pending_for_gpu is not None and (on_gpu := self.pending_for_gpu.result(volumes)) is not None:
+            self._announce(on_gpu, chosen_gpu(self._gpu_name), "on a GPU: ")
+            if self._gpu_name is None:
+                log.info("--gpu NAME predicts the time on another GPU")
+        if self.pending is not None:
+            self.prediction = self.pending.result(volumes)
+            if self.prediction is not None:
+                device = self.process.device
+                self._announce(self.prediction, card_of(device), available=device_bytes(device))
         elif self.process.is_rank_zero:
             log.info(
                 "on this CPU, memory and time are not predicted for so small a run; the time left is measured on its "
                 "first steps"
             )
+
+    def _announce(self, p: Prediction, card: Gpu, where: str = "", available: int | None = None) -> None:
+        """Log what a run needs; on a CPU also what its process has in memory already, which must fit too."""
+        num_processes, resident, of, python = self.process.world_size, 0, "", ""
+        if available is not None:
+            of = f" of {gib(available)}"
+            if not p.is_for_gpu:
+                resident = psutil.Process().memory_info().rss
+                python = f", {gib(resident)} of it Python and its libraries"
+        needed = p.needed_bytes(num_processes) + resident
+        log.info(
+            f"memory: {where}predicted peak {gib(needed)}{of} (in {p.needing_phase}){python}; tensors of a training "
+            f"step {gib(p.peak_allocated_bytes)} (in {p.phase}); allow {p.margin:.0%} margin"
+        )
+        for text in p.warnings:
+            log.warning("memory: %s", text)
+        if available is not None and needed > available:
+            rung = next_same_mathematics_rung(self.settings, self.stage)
+            advice = f"; next rung: {_rung_text(rung)}" if rung is not None else ""
+            log.warning("memory: this will probably not fit%s; scripts/oom_ladder.py shows all rungs", advice)
+        max_hours = self.settings.training_of(self.stage).max_hours
+        log.info("%s", describe_time(p, card, num_processes, max_hours))
 
     def record(self, folder: Path) -> None:
         """Write the prediction to the run folder, for its report."""
@@ -109,11 +178,46 @@ class MemoryWatch:
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            failure = Failure(error, current_phase(), step, saved)
-            raise report_out_of_memory(
-                failure, folder, self.settings, self.stage, self.prediction, self.process.world_size
-            ) from error
+            raise self._report(error, folder, step, saved) from error
         self._calibrate(is_full)
+
+    def _report(self, error: BaseException, folder: Path, step: int, saved: int) -> TrainingOutOfMemoryError:
+        """Write `oom_report.json` and return the error to raise; both give phase, step, breakdown and next rung."""
+        rung, p, failed_in = next_same_mathematics_rung(self.settings, self.stage), self.prediction, current_phase()
+        text = f"step {step + 1}, {failed_in}: out of memory; {checkpoint_state(saved)}"
+        report: dict[str, Any] = {
+            "stage": self.stage,
+            "phase": failed_in,
+            "step": step,
+            "last_checkpoint": saved or None,
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "breakdown": p and p.breakdown,
+            "largest": p and p.largest,
+            "predicted_peak_bytes": p and p.required_bytes,
+            "readings": self.readings.read(),
+            "next_rung": None,
+        }
+        if p is not None and p.breakdown:
+            parts = sorted(p.breakdown.items(), key=lambda part: -part[1])
+            text += "\n  at the predicted peak: " + ", ".join(f"{name} {gib(n)}" for name, n in parts if n)
+        if rung is None:
+            text += "\n  no rung with the same mathematics is left; scripts/oom_ladder.py shows those that change it"
+        else:
+            before, after = (dump_yaml(settings).splitlines() for settings in (self.settings, rung.settings))
+            diff = [*difflib.unified_diff(before, after, "config.yaml", "next rung", lineterm="", n=1)]
+            kind = promise(rung.same_mathematics)
+            report["next_rung"] = {"name": rung.name, "promise": kind, "changes": rung.changes}
+            report["next_rung"]["yaml_diff"] = "\n".join(diff)
+            alternative = "--on-oom next-rung does this automatically, but only for a single process"
+            if self.process.world_size == 1:
+                alternative = "or add --on-oom next-rung"
+            text += "\n    ".join([f"\n  next rung ({kind}): {rung.name}", *diff])
+            text += f"\n  make this change to the config and run the same command again; {alternative}"
+        try:
+            write_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
+        except OSError as problem:
+            log.warning("%s: cannot be written (%s)", folder / REPORT, problem)
+        return TrainingOutOfMemoryError(f"{text}\n  details: {folder / REPORT}", saved)
 
     def _calibrate(self, is_full: bool) -> None:
         """Record the second full step, which has every optimizer state, and the time of the steps after it.
@@ -124,22 +228,20 @@ class MemoryWatch:
         if self.prediction is None or self.process.device.type != "cuda":
             return
         if is_full and self._full_steps == 2:
-            ratio = record(self.prediction, self.readings.measured_bytes())
+            measured = self.readings.step_peak_bytes()
+            ratio = record(self.prediction, "memory", measured, self.prediction.peak_allocated_bytes)
             if ratio is not None:
                 log.info("memory: a full step used %.2f x its prediction; later predictions are scaled by this", ratio)
         self._ends = [*self._ends, time.perf_counter()] if is_full else []
         if len(self._ends) == TIMED_STEPS + 1 and not self._is_timed:
             self._is_timed = True
-            self._record_time((self._ends[-1] - self._ends[0]) / TIMED_STEPS)
+            seconds = (self._ends[-1] - self._ends[0]) / TIMED_STEPS
+            predicted = replace(self.prediction, time_correction=1.0).seconds_per_step(card_of(self.process.device))
+            ratio = record(self.prediction, "time", seconds, predicted)
+            if ratio is not None:
+                text = "time: an update takes %.3g s, %.1f x its prediction; later predictions are scaled by this"
+                log.info(text, seconds, ratio)
         self._ends = self._ends[-TIMED_STEPS:]
-
-    def _record_time(self, seconds: float) -> None:
-        assert self.prediction is not None, "times are compared with a prediction"
-        predicted = replace(self.prediction, time_correction=1.0).seconds_per_step(card_of(self.process.device))
-        ratio = record_time(self.prediction, seconds, predicted)
-        if ratio is not None:
-            text = "time: an update takes %.3g s, %.1f x its prediction; later predictions are scaled by this"
-            log.info(text, seconds, ratio)
 
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""
@@ -159,15 +261,30 @@ def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage
             # Ask the launcher's variables, because the process group no longer exists.
             if on_oom == "stop" or number_of_processes() > 1:
                 raise
-            changed = settings_of_next_rung(settings, stage, error.saved)
-            if changed is None:
+            has_gpu = settings.device.type != "cpu" and torch.cuda.is_available()
+            here = settings if has_gpu else settings.with_overrides({"device.type": "cpu"})
+            rung = next_same_mathematics_rung(here, stage)
+            if rung is None:
                 raise
+            how = "there is no checkpoint yet; starting again"
+            if error.saved:
+                how = f"resuming from the checkpoint of step {error.saved}"
+            log.warning("memory: out of memory; %s with %s", how, _rung_text(rung))
             log.warning("%s", error)
-            settings = changed
+            settings = settings.with_overrides(rung.changes)
         # Outside the except block the error is released, and with it the tensors that its frames hold.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _CPU_MESSAGES)
 
 
 def is_tiny(settings: Settings, stage: Stage) -> bool:
@@ -179,3 +296,18 @@ def is_tiny(settings: Settings, stage: Stage) -> bool:
     activation = 8 * training.batch_size * channels * math.prod(grid)
     is_short = activation * training.max_steps * training.gradient_accumulation_steps < SHORT_RUN_BYTES
     return activation < TINY_ACTIVATION_BYTES or (activation < SMALL_ACTIVATION_BYTES and is_short)
+
+
+def card_of(device: torch.device) -> Gpu:
+    """Return the card that a run uses, or what stands in for it; without a GPU the one that estimates are made for."""
+    return known_or_stand_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else chosen_gpu(None)
+
+
+def without_triton(device: torch.device) -> int:
+    """Return the memory of a GPU that cannot run Triton; 0 for other devices."""
+    is_plain = device.type == "cpu" or uses_triton(device)
+    return 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
+
+
+def _rung_text(rung: Rung) -> str:
+    return f"{rung.name} ({' '.join(as_overrides(rung.changes))})"

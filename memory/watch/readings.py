@@ -18,45 +18,34 @@ class MemoryReadings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.start_bytes = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
-        self._earlier_peak = 0
         self._reset()
 
     def read(self) -> dict[str, float]:
         """Return the readings in GiB by metric name, and start a new interval for the peak."""
-        peak = self.peak_bytes()
         if self.device.type == "cuda":
             values = {
-                "memory_allocated_gib": torch.cuda.memory_allocated(self.device) / GIB,
-                "memory_reserved_gib": torch.cuda.memory_reserved(self.device) / GIB,
-                "memory_peak_gib": peak / GIB,
+                "memory_allocated_gib": torch.cuda.memory_allocated(self.device),
+                "memory_reserved_gib": torch.cuda.memory_reserved(self.device),
+                "memory_peak_gib": max(self._earlier_peak, self.step_peak_bytes()),
             }
         else:
             rss = psutil.Process().memory_info().rss
-            values = {"host_memory_gib": rss / GIB, "host_memory_peak_gib": peak / GIB}
+            values = {"host_memory_gib": rss, "host_memory_peak_gib": resident_peak_bytes()}
         self._reset()
-        return {name: round(value, 4) for name, value in values.items()}
-
-    def peak_bytes(self) -> int:
-        """Return the peak since the last reading: allocated memory on CUDA, resident memory on the CPU."""
-        if self.device.type == "cuda":
-            return max(self._earlier_peak, torch.cuda.max_memory_allocated(self.device))
-        return resident_peak_bytes()
+        return {name: round(value / GIB, 4) for name, value in values.items()}
 
     def start_step(self) -> None:
-        """Let `measured_bytes` count from here; the readings keep the peak from before."""
+        """Let `step_peak_bytes` count from here; the readings keep the peak from before."""
         if self.device.type == "cuda":
-            self._earlier_peak = self.peak_bytes()
+            self._earlier_peak = max(self._earlier_peak, self.step_peak_bytes())
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def measured_bytes(self) -> int:
-        """Return the figure to compare with a prediction: peak allocated since `start_step`, on the CPU the growth."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resident_peak_bytes() - self.start_bytes
+    def step_peak_bytes(self) -> int:
+        """Return the peak allocated on the GPU since `start_step`, or the last reading if that was later."""
+        return torch.cuda.max_memory_allocated(self.device)
 
     def _reset(self) -> None:
-        self._earlier_peak = 0
+        self._earlier_peak: int = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:

@@ -12,8 +12,7 @@ from typing import Any
 
 from memory.kernels.gpus import check_gpu, chosen_gpu
 from memory.ladder.rungs import build_rungs
-from memory.ladder.text import describe_ladder
-from memory.ladder.walk import walk
+from memory.ladder.walk import describe_ladder, walk
 from memory.predict import Predictor
 from memory.predict.prediction import GIB, Prediction, Stage
 from scripts import oom_ladder
@@ -64,7 +63,7 @@ def output_of(command: str) -> str:
     assert (python, script) == ("python", "scripts/oom_ladder.py"), f"{command}: not the command of a ladder"
     given = oom_ladder.parse(words)
     settings = load_settings(CONFIGS.parent / given.config, given.overrides, stage=given.stage)
-    ladder = walk(settings, given.stage, round(given.budget_gb * GIB), given.order, gpu=chosen_gpu(given.gpu))
+    ladder = walk(settings, given.stage, given.budget_bytes, given.order, gpu=chosen_gpu(given.gpu))
     return describe_ladder(ladder, None).rstrip() + "\n"
 
 
@@ -212,7 +211,7 @@ def preset_table(table: re.Match[str], ask: Ask) -> str:
 def knobs(settings: Settings) -> dict[Stage, dict[str, Changes]]:
     """Return the changes that a preset's users come to try: each one key, and checkpointing if it needs that."""
     plan, levels, first = settings.autoencoder.training, settings.autoencoder.attention_levels, "autoencoder.training"
-    is_mixed, slabs = settings.device.mixed_precision, {f"{first}.slab_rows": 0 if plan.slab_rows else 8}
+    is_mixed, slabs = settings.device.mixed_precision, {f"{first}.slab_rows": 0 if plan.slab_rows else 16}
     in_slabs = f"slab_rows={slabs[f'{first}.slab_rows']}"
     prefix = "" if plan.checkpoints_blocks else "checkpointing, "
     checkpointed = {f"{first}.use_gradient_checkpointing": True}

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from losses.lpips_slices import SHORTEST_SIDE, LpipsSlices, drawn_slices, import_torchvision, unit_length
+from settings.autoencoder import PerceptualSettings
 
 GRID = (40, 36, 48)
 
@@ -14,8 +15,8 @@ def volumes(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(trunk_files, trunk="squeeze", **changes) -> LpipsSlices:
-    options = {"seed": 3, "slice_fraction": 0.2, "chunk_size": 8, "weights": str(trunk_files[trunk])}
-    return LpipsSlices(trunk, **{**options, **changes})
+    given = {"network": f"lpips-{trunk}", "weights": str(trunk_files[trunk]), **changes}
+    return LpipsSlices(PerceptualSettings.model_validate(given), seed=3)
 
 
 def stock_lpips(trunk: str, path):
@@ -82,8 +83,8 @@ def test_draw_depends_on_seed_and_step_and_nothing_else():
     assert [len(positions) for positions in draw] == [51, 51, 13]
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 100])
-@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 1.0])
 def test_draw_is_distinct_in_range_and_reaches_every_slice(size, fraction):
     seen = set()
     for step in range(1500):
@@ -94,22 +95,16 @@ def test_draw_is_distinct_in_range_and_reaches_every_slice(size, fraction):
     assert seen == set(range(size))
 
 
-def test_thin_volumes_are_enlarged(trunk_files):
-    reconstruction, target = volumes(1, 1, 48, 40, 4)
-    loss = build(trunk_files)(reconstruction, target, 0)
-    (gradient,) = torch.autograd.grad(loss, reconstruction)
-    assert torch.isfinite(gradient).all()
-    assert loss > 0
-
-
 @pytest.mark.parametrize("trunk", ["squeeze", "alex", "vgg"])
 def test_shortest_side_is_the_least_the_trunk_takes(trunk_files, trunk):
     term = build(trunk_files, trunk)
-    side = SHORTEST_SIDE[trunk]
+    side = SHORTEST_SIDE[f"lpips-{trunk}"]
     images = torch.zeros(1, side, side)
     assert torch.isfinite(term.distance(images, images)).all()
     with pytest.raises(RuntimeError):
         term.network.net(torch.zeros(1, 3, side - 1, 64))
+    thin = torch.zeros(1, side - 1, 4)
+    assert torch.isfinite(term.distance(thin, thin)).all()
 
 
 def test_unit_length_equals_the_package_and_has_a_gradient_at_zero():

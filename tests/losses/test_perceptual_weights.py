@@ -13,6 +13,7 @@ from losses import ensure_perceptual_weights
 from losses.lpips_slices import LpipsSlices
 from losses.weights import FILES, WeightsFile, find_weights, read_state_dict
 from settings import AutoencoderTraining, ConfigError
+from settings.autoencoder import PerceptualSettings
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -99,27 +100,13 @@ def test_damaged_or_missing_download_is_reported_and_leaves_nothing_behind(cache
 @pytest.mark.parametrize("network", ["lpips-squeeze", "medicalnet-resnet10"])
 def test_offline_and_absent_is_one_sentence_with_file_source_and_place(network, tmp_path):
     """In a process of its own with a proxy that refuses, so that the test does not depend on this machine's network."""
-    script = f"""
-import sys
-from settings import Settings, UserError
-from losses import build_perceptual_loss
-training = Settings().with_overrides({{"autoencoder.training.use_perceptual_loss": True,
-    "autoencoder.training.perceptual.network": {network!r}}}).autoencoder.training
-try:
-    build_perceptual_loss(training, 0)
-except UserError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "TORCH_HOME": str(tmp_path),
-        "https_proxy": "http://127.0.0.1:9",
-    }
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2, result.stderr
+    script = "import sys; from losses.weights import find_weights; from settings import ConfigError\ntry:\n"
+    script += f"    find_weights({network!r}, None)\nexcept ConfigError as error:\n    sys.exit(str(error))\n"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_HOME": str(tmp_path)}
+    environment["https_proxy"] = "http://127.0.0.1:9"
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
+    )
     (sentence,) = result.stderr.strip().splitlines()
     assert sentence.startswith("autoencoder.training.perceptual.weights: ")
     for part in (FILES[network].url, str(tmp_path / "hub" / "checkpoints" / FILES[network].name), "structural"):
@@ -142,17 +129,15 @@ def test_safetensors_are_read_too(trunk_files, tmp_path):
 
     state = read_state_dict(trunk_files["squeeze"])
     save_file(state, tmp_path / "squeeze.safetensors")
-    terms = [
-        LpipsSlices("squeeze", seed=0, slice_fraction=0.1, chunk_size=8, weights=str(path))
-        for path in (trunk_files["squeeze"], tmp_path / "squeeze.safetensors")
-    ]
+    paths = (trunk_files["squeeze"], tmp_path / "squeeze.safetensors")
+    terms = [LpipsSlices(PerceptualSettings(network="lpips-squeeze", weights=str(path)), seed=0) for path in paths]
     for ours, theirs in zip(*(term.state_dict().values() for term in terms), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_other_files_are_refused_and_pickled_code_is_not_run(trunk_files, tmp_path):
     with pytest.raises(ConfigError, match=r"does not hold the weights of lpips-squeeze \(features.0.weight"):
-        LpipsSlices("squeeze", seed=0, slice_fraction=0.1, chunk_size=8, weights=str(trunk_files["alex"]))
+        LpipsSlices(PerceptualSettings(network="lpips-squeeze", weights=str(trunk_files["alex"])), seed=0)
     (tmp_path / "page.pth").write_text("<html>404</html>")
     with pytest.raises(ConfigError, match=r"page.pth cannot be read as a state dict"):
         read_state_dict(tmp_path / "page.pth")

@@ -32,16 +32,12 @@ def noisy(volume: torch.Tensor, sigma: float) -> torch.Tensor:
     return volume + sigma * torch.randn(volume.shape, generator=torch.Generator().manual_seed(0))
 
 
-def shifted(volume: torch.Tensor, voxels: int, axis: int) -> torch.Tensor:
-    return torch.roll(volume, voxels, dims=2 + axis)
-
-
 @pytest.mark.parametrize(
     ("degraded", "amounts"),
     [
         (blurred, (0.5, 1.0, 2.0, 4.0)),
         (noisy, (0.02, 0.05, 0.1, 0.2, 0.4)),
-        *((functools.partial(shifted, axis=axis), (1, 2, 3, 5, 8)) for axis in range(3)),
+        *((functools.partial(torch.roll, dims=axis), (1, 2, 3, 5, 8)) for axis in (2, 3, 4)),
     ],
 )
 def test_distance_rises_with_blur_noise_and_shift(brain, degraded, amounts):

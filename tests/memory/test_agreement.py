@@ -10,7 +10,7 @@ import torch
 from memory.kernels.gpus import chosen_gpu
 from memory.ladder.rungs import build_rungs
 from memory.ladder.walk import walk
-from memory.planning.search import PredictionCache
+from memory.planning.planner import of_run
 from memory.predict.prediction import Predictor, Stage
 from memory.predict.step import predict_step
 from memory.watch.memory_watch import MemoryWatch
@@ -87,12 +87,12 @@ def test_four_commands_say_the_same_to_the_byte(number, tmp_path):
         card, process = chosen_gpu(None), Process(torch.device("cpu"))
         first = walk(settings, stage, ROOMY).rungs[0]
         volumes = tuple(estimated["num_volumes"])
-        planned = PredictionCache(Predictor(), ROOMY, card).assess(settings, stage, volumes).prediction
+        planned = of_run(Predictor().predict(settings, stage), settings, stage, volumes)
         # Without a GPU, a dry run tells of both devices if the config leaves the choice to it.
         with MemoryWatch(drawn.with_overrides({"device.type": "auto"}), stage, process, is_dry_run=True) as watch:
-            pending = watch._pending if device == "cpu" else watch._for_gpu
+            pending = watch.pending if device == "cpu" else watch.pending_for_gpu
             assert pending is not None
-            dry = pending._result((0, 0))
+            dry = pending.result((0, 0))
         assert dry is not None
         found = [first.prediction, planned, dry]
         assert [p.required_bytes for p in found] == [estimated["required_bytes"]] * 3

@@ -17,7 +17,6 @@ from memory.predict.prediction import GIB
 from runtime.cli import run
 from scripts import plan
 from settings import ConfigError, load_settings
-from training.run_setup import summarise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Both widths are given, so two predictions are enough.
@@ -47,11 +46,6 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     assert settings.data.use_augmentation
     assert settings.data.source == str(volumes)
     assert "memorise" in Path("configs/mine.yaml").read_text()
-    # What a dry run and an estimate print.
-    counts = re.search(r"Parameters: ([\d,]+) \+ ([\d,]+)\.", printed)
-    assert counts is not None
-    assert f"autoencoder {counts[1]}, " in summarise(settings, "autoencoder", 3)
-    assert f"unet {counts[2]}" in summarise(settings, "ldm", 3)
     assert f"stage 1 {predict(settings, 'autoencoder').required_bytes / GIB:.1f} GiB (" in printed
 
 
@@ -72,8 +66,7 @@ def test_sections_that_are_given_count_as_their_keys():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget-gb", "-3"), "--budget-gb: found -3; allowed: above 0"),
-        (("--budget-gb", "nan"), "--budget-gb: found nan"),
+        (("--budget-gb", "-3"), "'-3' is not a finite number above 0"),
         (("--budget-gb", "8", "--gpu", "abacus"), "--gpu: found 'abacus'"),
         (("--budget-gb", "8", "--hours", "-1"), "is not a finite number above 0"),
         (("--budget-gb", "8", "--out", "configs"), "--out: configs is a folder"),

@@ -13,14 +13,13 @@ from data.discovery import DiscoveredVolume
 from memory.kernels.gpus import check_gpu
 from memory.planning.fingerprint import CT, Fingerprint, Spread
 from memory.planning.planner import Plan, Planner
-from memory.planning.search import PredictionCache
-from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Stage, tier_of
+from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Predictor, Stage, tier_of
 from settings import Settings
 
 MR = "MR or another positive modality"
 
 
-class PretendedPredictor:
+class PretendedPredictor(Predictor):
     """Memory in proportion to voxels, channels and batch, as real steps have it; counts what it was asked."""
 
     def __init__(self) -> None:
@@ -77,9 +76,7 @@ def pretended(
         sizes=tuple(sizes),
         spacings=(spacing,) * number,
         num_without_spacing=0,
-        orientations={"RAS": number},
         num_channels=num_channels,
-        types={"int16": number},
         kinds={kind: number},
         lowest=Spread(lowest, lowest, lowest),
         low=Spread(lowest, lowest, lowest),
@@ -118,6 +115,6 @@ def planned(
     **given: object,
 ) -> Plan:
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
-    predictions = PredictionCache(predictor or PretendedPredictor(), round(budget_gb * GIB), check_gpu("RTX 4090"))
     overrides = {key.replace("__", "."): value for key, value in given.items()}
-    return Planner(fingerprint, overrides, predictions, "pretended").plan(hours)
+    budget, gpu = round(budget_gb * GIB), check_gpu("RTX 4090")
+    return Planner(fingerprint, overrides, "pretended", predictor or PretendedPredictor(), budget, gpu).plan(hours)

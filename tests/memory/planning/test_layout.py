@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -40,36 +41,28 @@ def test_every_grid_is_divided_by_both_networks_and_keeps_its_proportions(name):
 @pytest.mark.parametrize("size", [(36.5, 53, 36), (35, 50, 36), (44, 44, 44), (100, 84, 60), (20, 28, 36)])
 def test_rounding_keeps_the_aspect(size):
     """An axis at 4.5 steps must not go down while the others go up."""
-    layout = layout_of(size, FieldOfView(tuple(map(float, size)), (1.0, 1.0, 1.0), "resample", "", False))
+    layout = layout_of(size, FieldOfView(tuple(map(float, size)), (1.0, 1.0, 1.0)))
     changes = [n / old for n, old in zip(layout.grid, size, strict=True)]
     assert max(changes) / min(changes) <= 1.12
     assert 0.85 < min(changes) <= max(changes) < 1.15
 
 
-def test_thick_slices_are_halved_later():
-    assert strides_of((320, 320, 24), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1))
-    assert strides_of((512, 512, 40), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1), (2, 2, 2))
-    assert strides_of((320, 320, 60), (0.8, 0.8, 2.0)) == ((2, 2, 1), (2, 2, 2))
+def strides(size, spacing=(1.0, 1.0, 1.0), given=None):
+    size_mm = tuple(n * mm for n, mm in zip(size, spacing, strict=True))
+    return strides_of(FieldOfView(size_mm, spacing, strides=given), size)
 
 
-@pytest.mark.parametrize(
-    ("size", "depth"),
-    [
-        ((24, 30, 24), 1),
-        ((35, 50, 36), 2),
-        ((64, 64, 64), 2),
-        ((176, 240, 256), 2),
-        ((512, 512, 300), 3),
-        ((8, 8, 8), 1),
-    ],
-)
-def test_depth_follows_the_size(size, depth):
-    assert strides_of(size, (1.0, 1.0, 1.0)) == ((2, 2, 2),) * depth
+def test_thick_slices_are_halved_later_and_a_thin_slab_keeps_its_short_axis():
+    assert strides((320, 320, 24), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1))
+    assert strides((512, 512, 40), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1), (2, 2, 2))
+    assert strides((320, 320, 60), (0.8, 0.8, 2.0)) == ((2, 2, 1), (2, 2, 2))
+    assert strides((256, 256, 16)) == ((2, 2, 2), (2, 2, 1))
+    assert strides((256, 256, 16), given=2) == ((2, 2, 2),)
 
 
-def test_a_thin_slab_keeps_its_short_axis():
-    assert strides_of((256, 256, 16), (1.0, 1.0, 1.0)) == ((2, 2, 2), (2, 2, 1))
-    assert strides_of((256, 256, 16), (1.0, 1.0, 1.0), alike=True) == ((2, 2, 2),)
+def test_depth_follows_the_size():
+    sizes = ((24, 30, 24), (8, 8, 8), (35, 50, 36), (64, 64, 64), (176, 240, 256), (512, 512, 300))
+    assert [strides(size) for size in sizes] == [((2, 2, 2),) * depth for depth in (1, 1, 2, 2, 2, 3)]
 
 
 def test_a_grid_that_is_given_is_taken_as_it_is():
@@ -78,19 +71,8 @@ def test_a_grid_that_is_given_is_taken_as_it_is():
     assert layout.grid == (36, 52, 36)
     assert layout.pads_latents  # the latent has 18 x 26 x 18 voxels
     assert fixed_layout((35, 51, 35), view).factor == (1, 1, 1)
-
-
-def test_depth_that_is_given_is_taken():
-    view = FieldOfView((64.0, 64.0, 64.0), (1.0, 1.0, 1.0), "resample", "", False, depth=3, unet_levels=2)
-    for layout in layouts(view):
-        assert layout.factor == (8, 8, 8)
-        assert layout.unet_levels == 2
-
-
-def test_alike_fields_of_view_are_stretched():
-    view = covered_field_of_view(pretended(20, (64, 64, 40), variation=1.02))
-    assert view.resize == "resample"
-    assert "alike" in view.reason
+    given = replace(view, depth=3, unet_levels=2)
+    assert {(layout.factor, layout.unet_levels) for layout in layouts(given)} == {((8, 8, 8), 2)}
 
 
 def test_volumes_with_background_keep_their_millimetres():
@@ -106,6 +88,7 @@ def test_tight_crops_are_not_padded():
     assert view.resize == "resample"
     assert "filled to the edge" in view.reason
     assert view.is_weak
+    assert "alike" in covered_field_of_view(pretended(20, (64, 64, 40), variation=1.02)).reason
     unknown = covered_field_of_view(pretended(20, (64, 64, 40), variation=1.3, background=math.nan))
     assert unknown.resize == "resample"
 

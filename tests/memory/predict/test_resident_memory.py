@@ -38,7 +38,7 @@ def test_a_calibrated_prediction_is_never_below_what_a_full_step_then_takes(rows
     """Calibrated by one config; its next step, a larger grid of its tier, and a tier that was never measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, again, larger = (row for row in rows if (row["name"], row["batch"]) == ("checkpointed", 1))
-    calibration.record(predicted(first), first["resident"][0])
+    calibration.record(predicted(first), "memory", *first["resident"])
     for row in (again, larger, next(row for row in rows if row["name"] == "stock")):
         prediction = calibration.corrected(predicted(row))
         assert prediction.required_bytes * (1 + prediction.margin) >= row["resident"][0]

@@ -26,12 +26,16 @@ def made(**values):
     return replace(BLANK, **{**standard, **values})
 
 
+def record(prediction, measured_bytes):
+    return calibration.record(prediction, "memory", measured_bytes, prediction.peak_allocated_bytes)
+
+
 def test_a_measured_step_corrects_its_own_config_and_the_margin_shrinks_but_stays():
     prediction = made()
     assert calibration.corrected(prediction) == prediction
     margins = [prediction.margin]
     for _ in range(3):
-        assert calibration.record(prediction, 5 * GIB) == pytest.approx(1.25)
+        assert record(prediction, 5 * GIB) == pytest.approx(1.25)
         again = calibration.corrected(prediction)
         assert again.required_bytes == 5 * GIB + prediction.context_bytes
         margins.append(again.margin)
@@ -42,28 +46,30 @@ def test_a_measured_step_corrects_its_own_config_and_the_margin_shrinks_but_stay
 
 
 def test_other_configs_are_raised_within_the_tier_and_never_lowered():
-    calibration.record(made(), 5 * GIB)
+    record(made(), 5 * GIB)
     other = made(config="other")
     assert calibration.corrected(other).correction == pytest.approx(1.25)
     assert calibration.corrected(other).margin == other.margin
     for unlike in (made(config="other", tier="slabs"), made(config="other", stage="ldm")):
         assert calibration.corrected(unlike) == unlike
     calibration.calibration_file().unlink()
-    calibration.record(made(), 3 * GIB)
+    record(made(), 3 * GIB)
     assert calibration.corrected(other) == other
 
 
 def test_what_a_gpu_measured_says_nothing_about_a_cpu():
-    calibration.record(made(), 5 * GIB)
+    record(made(), 5 * GIB)
+    names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda", "cpu")}
+    assert len(names) == 2  # a config that leaves the device open is the one that trains on a GPU
     on_cpu = made(context_bytes=0)
     assert calibration.corrected(on_cpu) == on_cpu
-    calibration.record(on_cpu, 6 * GIB)
+    record(on_cpu, 6 * GIB)
     assert calibration.corrected(on_cpu).correction == pytest.approx(1.5)
     assert calibration.corrected(made()).correction == pytest.approx(1.25)
 
 
 def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
-    calibration.record(made(), 5 * GIB)
+    record(made(), 5 * GIB)
     with monkeypatch.context() as hidden:  # a machine whose GPUs are hidden has no name for them
         hidden.setattr("torch.cuda.is_available", lambda: True)
         hidden.setattr("torch.cuda.device_count", lambda: 0)
@@ -114,19 +120,13 @@ def test_implausible_steps_of_a_checked_gpu_are_refused_and_take_nothing_away(tm
     assert calibration.calibration_file().read_text() == before
 
 
-def test_a_config_that_leaves_the_device_open_is_the_one_that_trains_on_a_gpu():
-    names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda")}
-    assert len(names) == 1
-    assert fingerprint(Settings().with_overrides({"device.type": "cpu"}), "ldm") not in names
-
-
 def test_no_measurement_takes_a_prediction_below_its_tensors_and_the_phase_that_needs_the_most_is_named():
     lower = made(peak_reserved_bytes=5 * GIB, config="lower")
-    calibration.record(lower, 3 * GIB)
+    record(lower, 3 * GIB)
     assert calibration.corrected(lower).required_bytes == 4 * GIB + lower.context_bytes
     prediction = made(run_peaks={"validation": {"allocated_bytes": 4 * GIB, "reserved_bytes": 5 * GIB}})
     assert prediction.needing_phase == "validation"
-    calibration.record(prediction, 6 * GIB)
+    record(prediction, 6 * GIB)
     again = calibration.corrected(prediction)
     assert (again.needing_phase, again.required_bytes) == ("training step", 6 * GIB + prediction.context_bytes)
 
@@ -136,24 +136,24 @@ def test_measured_times_replace_the_predicted_ones():
     work = [WorkPart("copy", None, True, nbytes=round(MOVED * gpu.bandwidth_gbs * 1e9), flops=0, kernels=0).to_json()]
     prediction = made(work=work, max_steps=3600)
     assert prediction.hours(gpu) == pytest.approx(1.0)
-    calibration.record_time(prediction, 1.5, 1.0)
+    calibration.record(prediction, "time", 1.5, 1.0)
     assert calibration.corrected(prediction).hours(gpu) == pytest.approx(1.5)
     assert calibration.corrected(prediction).correction == 1.0
-    assert calibration.record_time(prediction, 1e4, 1.0) is None
+    assert calibration.record(prediction, "time", 1e4, 1.0) is None
 
 
 def test_what_is_implausible_cannot_be_saved_or_is_damaged_corrects_nothing(tmp_path, monkeypatch, caplog):
     prediction = made()
     # Another program's memory on the same GPU is no measurement of ours.
-    assert calibration.record(prediction, 40 * GIB) is None
-    calibration.record(prediction, 5 * GIB)
+    assert record(prediction, 40 * GIB) is None
+    record(prediction, 5 * GIB)
     for damage in ("{damaged", "[]", '{"cpu": 3}', '{"cpu": {"this": {"memory": "much"}}}'):
         calibration.calibration_file().write_text(damage)
         assert calibration.corrected(prediction) == prediction
     # A folder that cannot be written costs the correction, not the run.
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibration.calibration_file()))
     caplog.clear()
-    assert calibration.record(prediction, 5 * GIB) is None
+    assert record(prediction, 5 * GIB) is None
     [warning] = caplog.messages
     assert "cannot be saved for later predictions" in warning
 
@@ -169,6 +169,7 @@ def test_only_the_second_full_step_is_recorded(tiny_values, tmp_path, monkeypatc
     with MemoryWatch(settings, "autoencoder", Process(torch.device("cpu"))) as watch:
         watch.prediction = made()
         monkeypatch.setattr(watch, "process", Process(torch.device("cuda")))
+        monkeypatch.setattr(watch.readings, "step_peak_bytes", lambda: 0)
         for step in range(8):
             with watch.guard(tmp_path, step):
                 pass

@@ -10,17 +10,16 @@ import psutil
 import pytest
 import torch
 
+from memory.kernels.gpus import chosen_gpu
 from memory.predict.prediction import GIB
-from memory.watch import announcement
-from memory.watch.diagnosis import (
+from memory.watch.memory_watch import (
     REPORT,
-    Failure,
+    MemoryWatch,
     TrainingOutOfMemoryError,
     is_out_of_memory,
-    report_out_of_memory,
-    settings_of_next_rung,
+    is_tiny,
+    train_with_rungs,
 )
-from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.cli import OUT_OF_MEMORY
 from runtime.observer import phase
@@ -53,11 +52,18 @@ def test_out_of_memory_is_distinguished_from_other_errors(error, expected):
     assert is_out_of_memory(error) is expected
 
 
+def failed(folder, settings, prediction, error, step, saved, failing):
+    """Return what is raised when a run ends with an error in a phase."""
+    with MemoryWatch(settings.with_overrides({"data.voxel_size": (16, 16, 16)}), "autoencoder", Process(CPU)) as watch:
+        watch.settings, watch.prediction = settings, prediction
+        with pytest.raises(TrainingOutOfMemoryError) as raised, watch.guard(folder, step, saved=saved), phase(failing):
+            raise error
+    return raised.value, json.loads((folder / REPORT).read_text())
+
+
 def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path):
     settings = HIGH_RES.with_overrides({f"{TRAINING}.batch_size": 2})
-    failure = Failure(RuntimeError(ALLOCATOR), "generator backward", 41, saved=40)
-    stop = report_out_of_memory(failure, tmp_path, settings, "autoencoder", BLANK)
-    report = json.loads((tmp_path / REPORT).read_text())
+    stop, report = failed(tmp_path, settings, BLANK, RuntimeError(ALLOCATOR), 41, 40, "generator backward")
     assert (report["phase"], report["step"], report["stage"]) == ("generator backward", 41, "autoencoder")
     assert report["next_rung"]["name"] == "micro-batch 1"
     assert report["next_rung"]["promise"] == "same mathematics"
@@ -72,27 +78,19 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
 
 
 def test_report_without_prediction_and_without_rung_says_so(tmp_path):
-    knobs = {"use_gradient_checkpointing_offload": True, "use_nested_checkpointing": False, "slab_rows": 8}
+    knobs = {"use_gradient_checkpointing_offload": True, "use_nested_checkpointing": False, "slab_rows": 16}
     knobs["offload_levels"] = HIGH_RES.autoencoder.most_offload_levels
     settings = HIGH_RES.with_overrides({f"{TRAINING}.{name}": value for name, value in knobs.items()})
-    stop = report_out_of_memory(Failure(MemoryError(), "optimizer", 0), tmp_path, settings, "autoencoder")
-    assert json.loads((tmp_path / REPORT).read_text())["next_rung"] is None
+    stop, report = failed(tmp_path, settings, None, MemoryError(), 0, 0, "optimizer")
+    assert report["next_rung"] is None
     assert "out of memory; there is no checkpoint yet" in str(stop)
     assert "no rung with the same mathematics is left" in str(stop)
 
 
-def test_guard_reports_the_phase_that_failed_and_passes_other_errors_on(tmp_path):
-    def fail():
-        with phase("discriminator backward"):
-            torch.empty(1 << 60, dtype=torch.uint8)
-
+def test_guard_names_the_activity_and_passes_other_errors_on(tmp_path):
     settings = HIGH_RES.with_overrides({"data.voxel_size": (16, 16, 16)})
     assert is_tiny(settings, "autoencoder")
     with MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
-        with pytest.raises(TrainingOutOfMemoryError, match="discriminator backward"), watch.guard(tmp_path, 3):
-            fail()
-        assert json.loads((tmp_path / REPORT).read_text())["step"] == 3
-        # A block names its phase until the code inside names a finer one.
         named = pytest.raises(TrainingOutOfMemoryError, match="encoding the latents: out of memory")
         with named, watch.guard(tmp_path, 0, "encoding the latents"):
             torch.empty(1 << 60, dtype=torch.uint8)
@@ -117,29 +115,27 @@ def test_next_rung_is_taken_until_training_fits(caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU block inputs can move to the host")
-def test_on_a_machine_without_a_gpu_nothing_is_offloaded():
-    knobs = ("use_gradient_checkpointing", "use_nested_checkpointing")
-    settings = Settings().with_overrides({f"{TRAINING}.{name}": True for name in knobs})
-    while (changed := settings_of_next_rung(settings, "autoencoder", 0)) is not None:
-        assert not changed.autoencoder.training.use_gradient_checkpointing_offload
-        assert changed.device.type == "auto"
-        settings = changed
-    assert settings.autoencoder.training.slab_rows == 8
+def test_training_stops_without_next_rung_or_when_none_is_left_and_a_cpu_offloads_nothing():
+    seen = []
 
-
-def test_without_next_rung_or_when_none_is_left_training_stops():
     def train(settings):
+        seen.append(settings)
         raise TrainingOutOfMemoryError("it does not fit")
 
+    settings = Settings().with_overrides({f"{TRAINING}.use_gradient_checkpointing": True})
     for on_oom in ("stop", "next-rung"):
         with pytest.raises(TrainingOutOfMemoryError):
-            train_with_rungs(train, HIGH_RES, "autoencoder", on_oom)
+            train_with_rungs(train, settings, "autoencoder", on_oom)
+    assert seen[:2] == [settings, settings]
+    assert {settings.device.type for settings in seen} == {"auto"}
+    assert not any(settings.autoencoder.training.use_gradient_checkpointing_offload for settings in seen)
+    assert seen[-1].autoencoder.training.slab_rows == 16
 
 
 def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
     settings = HIGH_RES.with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
     assert not is_tiny(settings, "autoencoder")
-    monkeypatch.setattr("memory.watch.announcement.device_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("memory.watch.memory_watch.device_bytes", lambda device: 1 << 20)
     with caplog.at_level(logging.INFO), MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
         watch.announce()
     assert watch.prediction is not None
@@ -150,12 +146,13 @@ def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monk
 
 def test_on_a_cpu_python_itself_must_fit_too(caplog):
     prediction = replace(BLANK, context_bytes=0, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB)
+    watch = MemoryWatch(HIGH_RES.with_overrides({"data.voxel_size": (16, 16, 16)}), "autoencoder", Process(CPU))
     resident = psutil.Process().memory_info().rss
     needed = prediction.needed_bytes(1)
     for available, is_enough in ((needed + resident // 2, False), (needed + 2 * resident, True)):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            announcement._announce(prediction, Settings(), "autoencoder", available, 1)
+            watch._announce(prediction, chosen_gpu(None), available=available)
         assert ("this will probably not fit" not in caplog.text) == is_enough
         assert "GiB of it Python and its libraries" in caplog.text
 
