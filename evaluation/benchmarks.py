@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +16,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memory.predict import Predictor
-from memory.predict.prediction import GIB
+from memory.predict.prediction import GIB, Stage
 from models import build_autoencoder, build_discriminator
 from settings import Settings
 
-REFERENCE = "3d_ldm-style loop, fp32"
 Row = dict[str, Any]
+STAGE: Stage = "autoencoder"
+REFERENCE = "3d_ldm-style loop, fp32"
+MATRIX, STOCK = "stock MONAI, default attention", "stock MONAI, SDPA"
+"""The first stores the N x N matrix of attention, as MONAI does unless it is told otherwise."""
+STOCK_CHECKPOINTED = f"{STOCK}, use_checkpoint"
+_TRAINING = "autoencoder.training"
+_STOCK = {"autoencoder.implementation": "monai", f"{_TRAINING}.use_gradient_checkpointing": False}
+_LEAN = {**_STOCK, "autoencoder.implementation": "lean"}
+_CHECKPOINTED = {f"{_TRAINING}.use_gradient_checkpointing": True}
+_SLABS = {**_LEAN, **_CHECKPOINTED, f"{_TRAINING}.slab_rows": 8}
+_OFFLOAD = {f"{_TRAINING}.use_gradient_checkpointing_offload": True, f"{_TRAINING}.use_nested_checkpointing": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    STOCK: _STOCK,
+    STOCK_CHECKPOINTED: {**_STOCK, **_CHECKPOINTED},
+    "ours, lean blocks": _LEAN,
+    "ours, checkpointing": {**_LEAN, **_CHECKPOINTED},
+    "ours, nested, slabs of 8": _SLABS,
+    "ours, offload, slabs of 8": {**_SLABS, **_OFFLOAD},
+}
+"""Ways to make the same step: what they change in its settings."""
 
 
 def measure_peaks(grids: Sequence[tuple[int, ...]], progress: Callable[[str], None]) -> list[Row]:
@@ -31,21 +49,16 @@ def measure_peaks(grids: Sequence[tuple[int, ...]], progress: Callable[[str], No
     for grid in grids:
         settings = base_settings(grid)
         with Predictor() as predictor, fresh_processes() as processes:
-            asked: dict[str, Future[Any]] = {REFERENCE: processes.submit(track_reference, settings)}
-            for variant in VARIANTS:
-                changed = settings.with_overrides(variant.changes)
-                asked[variant.name] = (
-                    processes.submit(_track_matrix, changed)
-                    if variant.has_matrix
-                    else predictor.submit(changed, "autoencoder")
-                )
+            asked: dict[str, Future[Any]] = {
+                REFERENCE: processes.submit(track_reference, settings),
+                MATRIX: processes.submit(_track_matrix, settings.with_overrides(_STOCK)),
+                **{n: predictor.submit(settings.with_overrides(changes), STAGE) for n, changes in VARIANTS.items()},
+            }
             for name, future in asked.items():
-                answer = future.result()
-                values = answer if isinstance(answer, dict) else answer.to_json()
+                values = future.result() if name in (REFERENCE, MATRIX) else future.result().to_json()
                 figures = {key: values[key] for key in ("peak_allocated_bytes", "host_bytes")}
-                is_ours = any(variant.is_ours for variant in VARIANTS if variant.name == name)
-                total = values["flops"]["total"]
-                rows.append({"grid": list(grid), "variant": name, "is_ours": is_ours, **figures, "flops": total})
+                figures["flops"] = values["flops"]["total"]
+                rows.append({"grid": list(grid), "variant": name, "is_ours": name.startswith("ours"), **figures})
                 progress(f"{name}, {_grid(rows[-1])}")
     return rows
 
@@ -64,7 +77,7 @@ def _track_matrix(settings: Settings) -> Row:
         use_matrix_attention(step.networks_on_device["autoencoder"])
         return step
 
-    return _tracked(track_step(settings, "autoencoder", build=build))
+    return _tracked(track_step(settings, STAGE, build=build))
 
 
 def track_reference(settings: Settings) -> Row:
@@ -132,35 +145,6 @@ def document_text(rows: Sequence[Row]) -> str:
 
 def _grid(row: Row) -> str:
     return "x".join(map(str, row["grid"]))
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to make the same step; `has_matrix` replaces SDPA by MONAI's default attention, the N x N matrix."""
-
-    name: str
-    is_ours: bool
-    changes: dict[str, Any]
-    has_matrix: bool = False
-
-
-STOCK, STOCK_CHECKPOINTED = "stock MONAI, SDPA", "stock MONAI, SDPA, use_checkpoint"
-_TRAINING = "autoencoder.training"
-_STOCK = {"autoencoder.implementation": "monai", f"{_TRAINING}.use_gradient_checkpointing": False}
-_LEAN = {**_STOCK, "autoencoder.implementation": "lean"}
-_CHECKPOINTED = {f"{_TRAINING}.use_gradient_checkpointing": True}
-_SLABS = {**_LEAN, **_CHECKPOINTED, f"{_TRAINING}.slab_rows": 8}
-_OFFLOAD = {f"{_TRAINING}.use_gradient_checkpointing_offload": True, f"{_TRAINING}.use_nested_checkpointing": False}
-
-VARIANTS = (
-    Variant("stock MONAI, default attention", False, _STOCK, has_matrix=True),
-    Variant(STOCK, False, _STOCK),
-    Variant(STOCK_CHECKPOINTED, False, {**_STOCK, **_CHECKPOINTED}),
-    Variant("ours, lean blocks", True, _LEAN),
-    Variant("ours, checkpointing", True, {**_LEAN, **_CHECKPOINTED}),
-    Variant("ours, nested, slabs of 8", True, _SLABS),
-    Variant("ours, offload, slabs of 8", True, {**_SLABS, **_OFFLOAD}),
-)
 
 
 def base_settings(grid: tuple[int, ...]) -> Settings:

@@ -18,19 +18,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Timer
 
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import GIB, Prediction, Predictor, fingerprint, fullest_step
@@ -133,29 +134,20 @@ def machine(device: torch.device) -> dict[str, Any]:
         "norms": "triton" if uses_triton(device) else "torch",
         "cpu": next(iter(cpus), platform.processor()),
         "cpu_cores": os.cpu_count(),
-        "host_memory_bytes": psutil.virtual_memory().total,
     }
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device, most: int = 50) -> float:
-    """Return the time of one call, from several in a row after two that are not counted."""
-
-    def elapsed(times: int) -> float:
-        _finish(device)
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        _finish(device)
-        return time.perf_counter() - start
-
-    call()
-    times = max(1, min(most, int(SECONDS_EACH / max(elapsed(1), 1e-7))))
-    return elapsed(times) / times
+def seconds_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> float:
+    """Return the time of one call, from several in a row after one that is not counted."""
+    timer = Timer("function(*inputs, **options)", globals={"function": function, "inputs": inputs, "options": options})
+    return float(timer.blocked_autorange(min_run_time=SECONDS_EACH).mean)
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _passes(out: Tensor, sources: Sequence[Tensor], function: Callable[..., Any], *inputs: Any) -> tuple[float, float]:
+    """Return the times of a call without a graph and of the gradients of its output."""
+    backward = seconds_of(torch.autograd.grad, out, sources, out.detach(), retain_graph=True)
+    with torch.no_grad():
+        return seconds_of(function, *inputs), backward
 
 
 def norms(
@@ -168,45 +160,35 @@ def norms(
         norm = nn.GroupNorm(8, shape[0], device=device)
         x = torch.zeros((1, *shape), dtype=DTYPES[dtype], device=device).contiguous(memory_format=memory)
         out = group_norm(x.requires_grad_(), norm, silu=True)
-        forward, backward = _passes(lambda x=x, n=norm: group_norm(x, n, silu=True), out, [x, *norm.parameters()])  # type: ignore[misc]
-        yield {
-            "shape": list(shape),
-            "dtype": dtype,
-            "layout": layout,
-            "forward_gbs": 3e-9 * x.nbytes / forward,  # two reads, one write
-            "backward_gbs": 5e-9 * x.nbytes / backward,  # four reads, one write
-        }
+        forward, backward = _passes(out, [x, *norm.parameters()], partial(group_norm, silu=True), x, norm)
+        # Forward reads twice and writes once, backward reads four times and writes once.
+        found = {"forward_gbs": 3e-9 * x.nbytes / forward, "backward_gbs": 5e-9 * x.nbytes / backward}
+        yield {"shape": list(shape), "dtype": dtype, "layout": layout, **found}
+
+
+class _AttentionKernel(TorchDispatchMode):
+    """Notes which kernel of attention ran; "math" builds the matrix of all pairs."""
+
+    name = "math"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = ATTENTION.get(func, self.name)
+        return func(*args, **(kwargs or {}))
 
 
 def attention(device: torch.device, dtypes: tuple[str, ...], tokens: int = 65536) -> Iterator[dict[str, Any]]:
     """Yield the times of attention with one head; raise `RuntimeError` where it would need the matrix of all pairs."""
-
-    class Kernel(TorchDispatchMode):
-        name = "math"
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.name = ATTENTION.get(func, self.name)
-            return func(*args, **(kwargs or {}))
-
+    attend = F.scaled_dot_product_attention
     for dtype in dtypes:
         shape = (3, 1, 1, tokens, HEAD_CHANNELS)
         parts = torch.zeros(shape, dtype=DTYPES[dtype], device=device).requires_grad_().unbind()
-        with Kernel() as kernel:
-            F.scaled_dot_product_attention(*(part[:, :, :1024] for part in parts))
+        with _AttentionKernel() as kernel:
+            attend(*(part[:, :, :1024] for part in parts))
         if kernel.name == "math":
             raise RuntimeError(f"attention in {dtype} has no kernel here that does without the matrix of all pairs")
-        out = F.scaled_dot_product_attention(*parts)
-        forward, backward = _passes(lambda p=parts: F.scaled_dot_product_attention(*p), out, parts)  # type: ignore[misc]
+        forward, backward = _passes(attend(*parts), parts, attend, *parts)
         found = {"dtype": dtype, "kernel": kernel.name, "forward_seconds": forward, "backward_seconds": backward}
         yield {"tokens": tokens, "head_channels": HEAD_CHANNELS, **found}
-
-
-def _passes(forward: Callable[[], Any], out: torch.Tensor, inputs: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """Return the times of a call without a graph and of the gradients of its output."""
-    sources = tuple(inputs)
-    backward = seconds_of(lambda: torch.autograd.grad(out, sources, out.detach(), retain_graph=True), device=out.device)
-    with torch.no_grad():
-        return seconds_of(forward, out.device), backward
 
 
 def convolutions(
@@ -216,18 +198,15 @@ def convolutions(
     for number, (dtype, kind), (layout, memory) in product(channels, DTYPES.items(), LAYOUTS.items()):
         x = torch.zeros((1, number, *grid), dtype=kind, device=device).contiguous(memory_format=memory)
         weight = torch.zeros((number, number, 3, 3, 3), dtype=kind, device=device).contiguous(memory_format=memory)
-
-        def gradient(of_x: bool, x: torch.Tensor = x, weight: torch.Tensor = weight) -> Any:
-            return native.convolution_backward(x, x, weight, (of_x, not of_x), padding=(1, 1, 1))
-
+        backward = partial(native.convolution_backward, padding=(1, 1, 1))
         tera = 2e-12 * 27 * number**2 * x[0, 0].numel()
         yield {
             "channels": number,
             "dtype": dtype,
             "layout": layout,
-            "forward_tflops": tera / seconds_of(lambda x=x, w=weight: F.conv3d(x, w, padding=1), device),  # type: ignore[misc]
-            "data_gradient_tflops": tera / seconds_of(lambda g=gradient: g(True), device),  # type: ignore[misc]
-            "weight_gradient_tflops": tera / seconds_of(lambda g=gradient: g(False), device),  # type: ignore[misc]
+            "forward_tflops": tera / seconds_of(F.conv3d, x, weight, padding=1),
+            "data_gradient_tflops": tera / seconds_of(backward, x, x, weight, (True, False)),
+            "weight_gradient_tflops": tera / seconds_of(backward, x, x, weight, (False, True)),
         }
 
 
@@ -326,17 +305,18 @@ def measured(settings: Settings, stage: Any, seconds: float) -> dict[str, Any]:
         first, training = fullest_step(settings, stage), step.training
         example, per_step = step.example_batch(training.batch_size), training.gradient_accumulation_steps
         example = example.pin_memory() if device.type == "cuda" else example
+        finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
         def update(number: int) -> tuple[float, float]:
             micro_batches = []
             for micro_batch in range(per_step):
                 begin = (number * per_step + micro_batch) * training.batch_size
                 micro_batches.append(replace(example, positions=tuple(range(begin, begin + training.batch_size))))
-            _finish(device)
+            finish()
             wall, cpu = time.perf_counter(), time.process_time()
             step(micro_batches, number)
             cpu = time.process_time() - cpu  # before the wait, in which the host may spin
-            _finish(device)
+            finish()
             return time.perf_counter() - wall, cpu
 
         def peaks(prefix: str = "") -> dict[str, int]:

@@ -23,7 +23,7 @@ from diffusion.conditioning.volume import held_out_with_hole
 from diffusion.latents import Latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler
-from evaluation.condition_effect import condition_effect, effect_lines
+from evaluation.quality import condition_effect, effect_lines
 from models.volume_codec import VolumeCodec
 from runtime.precision import Precision
 from runtime.processes import Process

@@ -34,8 +34,7 @@ class WarmStart:
                 "training.validation.ldm_validation",
                 "torch.utils.tensorboard",
                 "evaluation.trained_run",
-                "evaluation.reconstructions",
-                "evaluation.samples",
+                "evaluation.quality",
                 "evaluation.report",
                 "models.exchange.weights",
             ]

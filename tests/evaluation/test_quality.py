@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from evaluation.reconstructions import mean_interval
-from evaluation.samples import (
+from evaluation.quality import (
     Reference,
     SilentNetwork,
-    evaluate_anchors,
+    compared,
     evaluate_samples,
+    mean_interval,
     similarity,
     training_volumes,
 )
@@ -70,15 +71,14 @@ def test_copies_are_at_no_distance_however_many_vectors_there_are():
     assert indices.tolist() == list(range(30))
 
 
-def make_reference() -> tuple[Reference, list[torch.Tensor]]:
-    training, held_out = blobs(10, 0), blobs(6, 1)
+def make_reference(held_out: list[torch.Tensor], training: list[torch.Tensor]) -> Reference:
     vectors = [torch.stack([summary_vector(v) for v in volumes]) for volumes in (held_out, training)]
-    return Reference(held_out, vectors[0], vectors[1], tuple(f"t{i}" for i in range(10))), training
+    return Reference(held_out, vectors[0], vectors[1], tuple(f"t{i}" for i in range(len(training))))
 
 
 def test_samples_that_copy_training_volumes_are_counted_and_named():
-    reference, training = make_reference()
-    result = evaluate_samples([*blobs(3, 2), training[7] + 1e-3], reference)
+    training = blobs(10, 0)
+    result = evaluate_samples([*blobs(3, 2), training[7] + 1e-3], make_reference(blobs(6, 1), training))
     assert result["num_memorised"] == 1
     assert result["nearest_training"][3]["training_volume"] == "t7"
     assert result["nearest_training"][3]["ratio"] < 0.1
@@ -104,18 +104,24 @@ def test_the_interval_of_a_mean_holds_the_truth_19_times_in_20_however_few_the_v
     assert all(math.isnan(end) for end in mean_interval([1.0]))
 
 
-def test_anchors_rank_as_they_should():
+def test_noise_ranks_below_training_volumes():
     held_out, training = blobs(12, seed=1, offset=0.3), blobs(30, seed=2, offset=0.3)
-    reference = Reference(
-        held_out,
-        torch.stack([summary_vector(volume) for volume in held_out]),
-        torch.stack([summary_vector(volume) for volume in training]),
-        tuple(map(str, range(30))),
-    )
     noise = [torch.rand(volume.shape, generator=torch.Generator().manual_seed(3)) for volume in training[:10]]
-    found = evaluate_anchors({"training": training[:10], "noise": noise, "too few": training[:1]}, reference)
-    assert list(found) == ["training", "noise"]
-    assert found["noise"]["laplacian_kurtosis"] < found["training"]["laplacian_kurtosis"]
+    good, bad = (compared(some, make_reference(held_out, training)) for some in (training[:10], noise))
+    assert bad["laplacian_kurtosis"] < good["laplacian_kurtosis"]
+    assert good["sharpness"]["gradient_magnitude"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(("num", "warns"), [(2, True), (5, False)])
+def test_samples_too_few_for_a_covariance_are_said_to_be(caplog, num, warns):
+    def features(volumes, what):
+        return [[volume.flatten()[None, :4].double()] for volume in volumes]
+
+    reference = make_reference(blobs(8, 1), blobs(3, 2))
+    network: Any = SimpleNamespace(features=features)
+    reference = replace(reference, network=network, held_out_features=features(reference.held_out, ""))
+    assert evaluate_samples(blobs(num, 3), reference)["fid"] > 0
+    assert ("2 rows cannot determine the covariance of 4 features, so FID is too high" in caplog.text) == warns
 
 
 def test_a_silent_network_leaves_samples_as_they_start():
@@ -127,7 +133,7 @@ def test_a_silent_network_leaves_samples_as_they_start():
 
 
 def test_training_volumes_whose_reconstructions_are_not_finite_are_an_error(monkeypatch):
-    monkeypatch.setattr("evaluation.samples.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
+    monkeypatch.setattr("evaluation.quality.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
     codec: Any = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
     file: Any = SimpleNamespace(name="a.nii")
     with pytest.raises(CheckpointError, match=r"a\.nii: the networks gave values that are not finite"):
