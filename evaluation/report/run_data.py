@@ -226,30 +226,31 @@ def _metrics_line(text: bytes) -> dict[str, Any] | None:
 def viewer_data(run: RunFolder, budget: int) -> dict[str, Any]:
     """Return the sets of volumes for the slice viewer, newest first, and their images.
 
-    The first volumes of the newest set of each stage are always included, all others while the budget allows.
+    The first column of the newest set of each stage is always included, all others while the budget allows. A column
+    is a held-out volume with its reconstruction, or a sample with its neighbours.
     """
-    matches = [match for path in viewer_folder(run).glob("*.png") if (match := _NAME.fullmatch(path.name))]
-    newest = {match["stage"]: match["step"] for match in sorted(matches, key=lambda match: match["step"])}
-    ranked = sorted((m["step"] != newest[m["stage"]], -int(m["step"]), int(m["place"]), m.string, m) for m in matches)
+    columns: dict[tuple[str, int, int], list[re.Match[str]]] = {}
+    for path in sorted(viewer_folder(run).glob("*.png")):
+        if match := _NAME.fullmatch(path.name):
+            columns.setdefault((match["stage"], int(match["step"]), int(match["place"])), []).append(match)
+    newest = {stage: max(step for other, step, _ in columns if other == stage) for stage, *_ in columns}
     sets: dict[tuple[str, int], dict[str, Any]] = {}
     pictures: dict[str, int] = {}
     used = 0
-    for is_older, _, place, name, match in ranked:
-        content = _content(viewer_folder(run) / name)
-        source = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+    for stage, step, place in sorted(columns, key=lambda one: (one[1] != newest[one[0]], -one[1], one[2], one[0])):
+        contents = {match["role"]: _content(viewer_folder(run) / match.string) for match in columns[stage, step, place]}
+        sources = {r: f"data:image/png;base64,{base64.b64encode(c).decode('ascii')}" for r, c in contents.items()}
         # The inputs and the real volumes are the same images at every validation, so they are embedded only once.
-        size = 0 if source in pictures else len(source)
-        # Decoding takes longest, so it comes last.
-        if ((is_older or place > 0) and used + size > budget) or (volume := _facts(content)) is None:
+        size = sum(map(len, {*sources.values()} - pictures.keys()))
+        if (step != newest[stage] or place > 0) and used + size > budget:
             continue
         used += size
-        volume["picture"] = pictures.setdefault(source, len(pictures))
-        stage, step = match["stage"], int(match["step"])
-        entry: dict[str, Any] = {"stage": stage, "step": step, "volumes": {}}
-        sets.setdefault((stage, step), entry)["volumes"][match["role"]] = volume
-    for entry in sets.values():
-        entry["volumes"] = _whole_columns(entry["volumes"])
-    shown = sorted((entry for entry in sets.values() if entry["volumes"]), key=lambda entry: -entry["step"])
+        for role, source in sources.items():
+            if volume := _facts(contents[role]):
+                volume["picture"] = pictures.setdefault(source, len(pictures))
+                entry: dict[str, Any] = {"stage": stage, "step": step, "volumes": {}}
+                sets.setdefault((stage, step), entry)["volumes"][role] = volume
+    shown = sorted(sets.values(), key=lambda entry: -entry["step"])
     return {"sets": shown, "pictures": list(pictures)}
 
 
@@ -273,14 +274,3 @@ def _facts(content: bytes) -> dict[str, Any] | None:
             return facts.model_dump() if picture.size == size else None
     except PICTURE_ERRORS:
         return None
-
-
-def _whole_columns(volumes: dict[str, Any]) -> dict[str, Any]:
-    """Leave out inputs without their reconstructions, the reverse, and what only accompanies samples."""
-    partners = {"input": "reconstruction", "reconstruction": "input", "sample": "sample"}
-    kept = {}
-    for role, volume in volumes.items():
-        kind, place = role.split("_")
-        if f"{partners.get(kind, 'sample')}_{0 if kind == 'real' else place}" in volumes:
-            kept[role] = volume
-    return kept
