@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.tiny_config import TINY
 from tests.support.warm_start import WarmStart
@@ -38,16 +40,12 @@ def _logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def tiny_values() -> dict[str, Any]:
     """A config that trains in seconds, as nested values that a test may change."""
-    import copy
-
     return copy.deepcopy(TINY)
 
 
 @pytest.fixture
 def tiny_config(tmp_path: Path, tiny_values: dict[str, Any]) -> Path:
     """The tiny config as a file."""
-    import yaml
-
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_values))
     return path
