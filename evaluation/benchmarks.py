@@ -63,7 +63,8 @@ def track_matrix(settings: Settings) -> Row:
 
     def build(*question: Any) -> Any:
         step = build_step(*question)
-        blocks = [m for m in step.networks_on_device["autoencoder"].modules() if hasattr(m, "use_flash_attention")]
+        modules: Any = step.networks_on_device["autoencoder"].modules()
+        blocks = [module for module in modules if hasattr(module, "use_flash_attention")]
         assert blocks, "there is no attention to switch"
         for block in blocks:
             block.use_flash_attention = False

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
 from memory.kernels.gpus import find_gpu
-from memory.predict.prediction import GIB, Prediction, Predictor, fingerprint, fullest_step
+from memory.predict.prediction import GIB, Prediction, Predictor, Stage, fingerprint, fullest_step
 from memory.watch.announcement import without_triton
 from models.lean import native
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
@@ -49,11 +49,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FORMAT = 1
 PLAIN = ["autoencoder.training.use_gradient_checkpointing=false", "autoencoder.training.use_perceptual_loss=false"]
 VARIANTS = {"": [], "plain": PLAIN, "stock MONAI": ["autoencoder.implementation=monai", *PLAIN]}
+_STAGES: tuple[Stage, Stage] = ("ldm", "autoencoder")
 STEPS = [
-    *((preset, stage, "") for preset in ("quickstart", "default", "ultra_light") for stage in ("ldm", "autoencoder")),
-    ("high_res", "ldm", ""),
-    *(("high_res", "autoencoder", variant) for variant in ("", "plain", "stock MONAI")),
-    *((preset, stage, "") for preset in ("balanced", "maisi", "quality") for stage in ("ldm", "autoencoder")),
+    *((preset, stage, "") for preset in ("quickstart", "default", "ultra_light", "high_res") for stage in _STAGES),
+    *(("high_res", _STAGES[1], variant) for variant in ("plain", "stock MONAI")),
+    *((preset, stage, "") for preset in ("balanced", "maisi", "quality") for stage in _STAGES),
 ]
 """Preset, stage and variant of the steps that are measured, from small to large, as long as there is time."""
 START_SECONDS = 10
@@ -65,7 +65,6 @@ UNTIMED_UPDATES = 3
 LAYOUTS = {"channels_last": CHANNELS_LAST, "contiguous": CONTIGUOUS}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32}
 ATTENTION = dict(zip(native.ATTENTION, ("flash", "efficient", "cudnn", "flash"), strict=True))
-HEAD_CHANNELS = 64
 SECONDS_EACH = 0.02
 
 
@@ -177,10 +176,10 @@ class _AttentionKernel(TorchDispatchMode):
 
 
 def attention(device: torch.device, dtypes: tuple[str, ...], tokens: int = 65536) -> Iterator[dict[str, Any]]:
-    """Yield the times of attention with one head; raise `RuntimeError` where it would need the matrix of all pairs."""
-    attend = F.scaled_dot_product_attention
+    """Yield the times of attention with a head of 64; raise `RuntimeError` if it needs the matrix of all pairs."""
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
     for dtype in dtypes:
-        shape = (3, 1, 1, tokens, HEAD_CHANNELS)
+        shape = (3, 1, 1, tokens, 64)
         parts = torch.zeros(shape, dtype=DTYPES[dtype], device=device).requires_grad_().unbind()
         with _AttentionKernel() as kernel:
             attend(*(part[:, :, :1024] for part in parts))
@@ -188,7 +187,7 @@ def attention(device: torch.device, dtypes: tuple[str, ...], tokens: int = 65536
             raise RuntimeError(f"attention in {dtype} has no kernel here that does without the matrix of all pairs")
         forward, backward = _passes(attend(*parts), parts, attend, *parts)
         found = {"dtype": dtype, "kernel": kernel.name, "forward_seconds": forward, "backward_seconds": backward}
-        yield {"tokens": tokens, "head_channels": HEAD_CHANNELS, **found}
+        yield {"tokens": tokens, **found}
 
 
 def convolutions(
@@ -210,7 +209,7 @@ def convolutions(
         }
 
 
-def settings_of(preset: str, stage: Any, variant: str) -> Settings:
+def settings_of(preset: str, stage: Stage, variant: str) -> Settings:
     """Return the settings of a step."""
     return load_settings(ROOT / "configs" / f"{preset}.yaml", VARIANTS[variant], stage=stage)
 
@@ -294,7 +293,7 @@ def answer() -> None:
     print(json.dumps(measured(settings, question["stage"], question["seconds"])))
 
 
-def measured(settings: Settings, stage: Any, seconds: float) -> dict[str, Any]:
+def measured(settings: Settings, stage: Stage, seconds: float) -> dict[str, Any]:
     """Return what updates of a stage take; as many as fit into `seconds` are timed, at least one."""
     from memory.predict.step import build_step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, PositiveFloat
 from torch import Tensor
 
 from data.intensity import to_intensities
@@ -27,8 +27,6 @@ from training.resume import changed_settings
 
 log = logging.getLogger(__name__)
 
-Positive = Annotated[float, Field(gt=0)]
-
 
 class SampleFrame(BaseModel):
     """How samples are decoded and written: the normalisation of latents, and medians over the training volumes."""
@@ -36,7 +34,7 @@ class SampleFrame(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
     normalisation: Normalisation
-    spacing_mm: tuple[Positive, Positive, Positive]
+    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]

@@ -96,9 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
-    def size(item: pytest.Item) -> int:
-        values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return 100 if item.path.stem == "test_gpu_runs" else int(values.get("batch", 0))
+    def size(item: Any) -> int:
+        batch: int = item.callspec.params.get("batch", 0) if hasattr(item, "callspec") else 0
+        return 100 if item.path.stem == "test_gpu_runs" else batch
 
-    if len(on_gpu) == len(items):
-        items.sort(key=size)
+    items[:] = [*(item for item in items if item not in on_gpu), *sorted(on_gpu, key=size)]

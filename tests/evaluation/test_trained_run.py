@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -59,8 +60,9 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
 
 
 def test_samples_are_centred_with_the_spacing_of_the_data_and_have_the_intensities_of_each_channel():
-    ends = {"lower": (-1000.0, 5.0), "upper": (3000.0, 25.0), "class_names": ()}
-    frame = SampleFrame(normalisation=Normalisation.uniform(3), spacing_mm=(1.0, 2.0, 4.0), **ends)
+    ends: dict[str, Any] = {"lower": (-1000.0, 5.0), "upper": (3000.0, 25.0)}
+    normalisation = Normalisation.uniform(3)
+    frame = SampleFrame(normalisation=normalisation, spacing_mm=(1.0, 2.0, 4.0), class_names=(), **ends)
     affine = frame.affine(Settings.model_validate({"data": {"voxel_size": [32, 24, 32]}}))
     np.testing.assert_allclose(affine @ [15.5, 11.5, 15.5, 1], [0, 0, 0, 1], atol=1e-9)
     np.testing.assert_allclose(affine[:3, :3], np.diag([1.0, 2.0, 4.0]))
