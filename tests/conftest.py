@@ -85,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why; sort tests that need a GPU by size.
 
-    Gradients of large batches and whole runs come last, so that a limit of time leaves out these.
+    Gradients of large batches, huge volumes and whole runs come last, so that a limit of time leaves out these.
     """
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
@@ -98,6 +98,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def size(item: Any) -> int:
         batch: int = item.callspec.params.get("batch", 0) if hasattr(item, "callspec") else 0
-        return 100 if item.path.stem == "test_gpu_runs" else batch
+        return 100 if "test_gpu_runs" in item.nodeid or "beyond_32_bits" in item.nodeid else batch
 
     items[:] = [*(item for item in items if item not in on_gpu), *sorted(on_gpu, key=size)]
