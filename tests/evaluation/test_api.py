@@ -18,7 +18,7 @@ from evaluation import api
 from scripts.installed import lean3d
 from settings import UserError
 from tests.conftest import ROOT
-from tests.finished_run import finished_run, run_here
+from tests.finished_run import finished_run
 from tests.support.tiny_config import TINY
 
 
@@ -65,18 +65,6 @@ def test_an_array_with_its_affine_gives_what_its_file_gives(folder):
     assert not torch.equal(run.encode(api.Volume.of(array, spacing_mm=(2, 3, 4))), from_file)
     with pytest.raises(UserError, match=r"voxels: found shape \(14,\) .*; allowed: \(C, X, Y, Z\)"):
         api.Volume.of(array[0, 0])
-
-
-def test_samples_and_reconstructions_equal_those_of_the_commands(folder):
-    run = api.open_run("runs/quickstart")
-    assert run_here("scripts/sample.py", "--run", "runs/quickstart", "--num", "2", "--seed", "3", "--out", "s") == 0
-    for sample, path in zip(run.sample(2, seed=3), sorted(Path("s").glob("*.nii.gz")), strict=True):
-        written = nib.load(path)
-        np.testing.assert_array_equal(sample.voxels[0], np.asarray(written.dataobj))
-        np.testing.assert_allclose(sample.affine, written.affine, atol=1e-5)
-    assert run_here("scripts/reconstruct.py", "--run", "runs/quickstart", "--input", "case.nii.gz", "--out", "r") == 0
-    written = nib.load("r/case_reconstruction.nii.gz")
-    np.testing.assert_array_equal(run.reconstruct("case.nii.gz").voxels[0], np.asarray(written.dataobj))
 
 
 ARRAY = np.random.default_rng(0).random((6, 7, 8))

@@ -102,29 +102,29 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
         np.testing.assert_allclose(found, lower + share * (upper - lower), atol=1e-3 * (upper - lower))
 
 
-def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(run, tmp_path_factory, caplog):
-    expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in ("autoencoder", "ldm")}
+def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(run, caplog):
+    stages = ("autoencoder", "ldm")
+    expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in stages}
+    finished = TrainedRun(run).unet()[1]
+    settings = stored(load_settings(run / "config.yaml"))
     content = {
         "networks": {"autoencoder": expected["autoencoder"]},
         "average": {},
-        "settings": stored(load_settings(run / "config.yaml")),
+        "settings": settings,
         "metadata": {},
     }
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, content)
-    for stage in expected:
+    for stage in stages:
         (run / f"{stage}.safetensors").unlink()
     opened = TrainedRun(run)
     network, frame = opened.unet()
     torch.testing.assert_close(dict(network.state_dict()), expected["ldm"], rtol=0, atol=0)
     torch.testing.assert_close(dict(opened.codec().autoencoder.state_dict()), expected["autoencoder"], rtol=0, atol=0)
-    finished = TrainedRun(finished_run(tmp_path_factory)).unet()[1]
     assert torch.equal(frame.normalisation.scale, finished.normalisation.scale)
     assert torch.equal(frame.normalisation.mean, finished.normalisation.mean)
     assert frame.model_dump(exclude={"normalisation"}) == finished.model_dump(exclude={"normalisation"})
-    said = [record.getMessage() for record in caplog.records if "not finished" in record.getMessage()]
-    assert len(said) == 2
-    assert "stage ldm is not finished; using its averaged weights after step 4" in said[0]
-    assert "stage autoencoder is not finished; using its newest weights after step 3" in said[1]
+    assert "stage ldm is not finished; using its averaged weights after step 4" in caplog.text
+    assert "stage autoencoder is not finished; using its newest weights after step 3" in caplog.text
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match=r"ldm\.safetensors: not found"):
         TrainedRun(run).unet()
@@ -138,20 +138,23 @@ def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(run
     first = next(iter(state["average"]))
     state["average"][first] = torch.full_like(state["average"][first], 7.0)
     finished = load_file(run / "ldm.safetensors")[first]
-    torch.testing.assert_close(TrainedRun(run).unet()[0].state_dict()[first], finished, rtol=0, atol=0)
+
+    def used(best: str | None = None) -> torch.Tensor:
+        return TrainedRun(run, best=best).unet()[0].state_dict()[first]
+
+    assert torch.equal(used(), finished)
     assert "not finished" not in caplog.text
     checkpoints.save(6, state)
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, {})
-    assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
+    assert used().unique().tolist() == [7.0]
     assert "stage ldm is not finished; using its averaged weights after step 6" in caplog.text
     assert "stage 1 is still training (step 3); using its finished weights of step 0" in caplog.text
-    best = TrainedRun(run, best="ldm").unet()[0].state_dict()[first]
-    torch.testing.assert_close(best, finished, rtol=0, atol=0)
+    assert torch.equal(used(best="ldm"), finished)
     # Started again from the first step, the finished weights are those of an earlier run.
     shutil.rmtree(run / "checkpoints")
-    torch.testing.assert_close(TrainedRun(run).unet()[0].state_dict()[first], finished, rtol=0, atol=0)
+    assert torch.equal(used(), finished)
     checkpoints.save(2, state)
-    assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
+    assert used().unique().tolist() == [7.0]
 
 
 def test_the_best_weights_are_those_of_the_best_validation(run):

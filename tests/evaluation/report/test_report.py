@@ -67,9 +67,8 @@ def test_report_shows_figures_curves_memory_and_differences(tmp_path):
 def test_spikes_survive_thinning_and_broken_values_break_the_line(tmp_path):
     folder = make_run(tmp_path, num_lines=5000, with_volumes=False)
     with (folder / "metrics.jsonl").open("a") as lines:
-        lines.write(
-            '{"stage": "autoencoder", "step": 5001, "kl": NaN}\n{"stage": "autoencoder", "step": 5002, "kl": 99}\n'
-        )
+        for value in ("NaN", "99"):
+            lines.write(f'{{"stage": "autoencoder", "step": 5002, "kl": {value}}}\n')
         lines.write('{"stage": "autoencoder", "step": 50')
     curve = read_run(folder)["stages"][0]["curves"]["kl"]
     assert len(curve) <= MAX_POINTS + 2
@@ -110,7 +109,6 @@ def test_a_report_that_cannot_be_written_does_not_end_training_and_is_tried_agai
     run.report.mkdir()
     publish(run, Process(torch.device("cpu")))
     assert "report.html: not written (IsADirectoryError: " in caplog.text
-    assert "the next validation, or scripts/report.py, tries again" in caplog.text
     run.report.rmdir()
     publish(run, Process(torch.device("cpu")))
     assert run.report.is_file()
@@ -148,16 +146,11 @@ def test_report_is_small_and_quick(tmp_path):
 def test_page_keeps_the_first_volumes_and_whole_pairs_when_the_budget_is_used_up(tmp_path):
     run = RunFolder(make_run(tmp_path))
     everything = viewer_data(run, 10**9)
-    assert [(entry["stage"], entry["step"]) for entry in everything["sets"]] == [
-        ("autoencoder", 20),
-        ("autoencoder", 10),
-        ("ldm", 5),
-    ]
+    steps = [(entry["stage"], entry["step"]) for entry in everything["sets"]]
+    assert steps == [("autoencoder", 20), ("autoencoder", 10), ("ldm", 5)]
     least = viewer_data(run, 0)
-    assert [sorted(entry["volumes"]) for entry in least["sets"]] == [
-        ["input_0", "reconstruction_0"],
-        ["nearest_0", "real_0", "sample_0"],
-    ]
+    pair, column = (sorted(entry["volumes"]) for entry in least["sets"])
+    assert (pair, column) == (["input_0", "reconstruction_0"], ["nearest_0", "real_0", "sample_0"])
     half = viewer_data(run, sum(map(len, least["pictures"])) + len(least["pictures"][0]))
     for entry in half["sets"]:
         assert all(role.replace("input", "reconstruction") in entry["volumes"] for role in entry["volumes"])
@@ -183,9 +176,8 @@ def test_comparison_of_one_and_two_stages_shares_its_rows(tmp_path):
 def test_durations_add_up_over_restarts_and_peaks_of_a_process_are_not_set_against_the_prediction(tmp_path):
     folder = make_run(tmp_path, with_volumes=False)
     memory = {"host_memory_gib": 2.0, "host_memory_peak_gib": 3.0}
-    lines = [
-        {"stage": "autoencoder", "step": n + 1, ELAPSED: s, **memory} for n, s in enumerate((10.0, 3600.0, 60.0, 120.0))
-    ]
+    seconds = (10.0, 3600.0, 60.0, 120.0)
+    lines = [{"stage": "autoencoder", "step": n, ELAPSED: s, **memory} for n, s in enumerate(seconds)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (stage,) = read_run(folder)["stages"]
     assert stage["seconds"] == 3720

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import evaluation.report.server
 from evaluation.report.server import ReportServer, serve
 from settings import UserError
 from tests.browser import Browser
@@ -108,13 +106,3 @@ def test_new_step_appears_in_the_browser_without_losing_what_was_chosen(server, 
         browser.wait_for("document.querySelector('#sample-gallery canvas').dataset.axis === '1'")
         assert browser.errors() == []
         assert all(url.startswith(address) for url in browser.requests())
-
-
-def test_clients_that_send_nothing_are_dropped(server, monkeypatch):
-    monkeypatch.setattr(evaluation.report.server._Handler, "timeout", 0.5)
-    silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(3)]
-    silent[0].sendall(b"GET / HT")
-    assert [client.recv(1) for client in silent] == [b""] * 3
-    assert ask(server, "/version")[0] == 200
-    for client in silent:
-        client.close()
