@@ -20,6 +20,9 @@ code=0
 # Both commands end by themselves before that; only a kernel that hangs is interrupted from outside.
 timeout --foreground --signal=INT --kill-after=5 175 \
     python -m evaluation.gpu_check --out check_gpu.md --seconds 160 || code=$?
+if [ $code -eq 130 ]; then
+    exit $code # Ctrl-C
+fi
 timeout --foreground --signal=INT --kill-after=5 $((290 - SECONDS)) \
     python "${tests[@]}" --seconds $((250 - SECONDS)) || code=$?
 if [ $code -eq 124 ]; then
