@@ -17,7 +17,7 @@ if [ $# -gt 0 ]; then
 fi
 SECONDS=0
 code=0
-# Both commands end by themselves before that; only a kernel that hangs is interrupted from outside.
+# Both commands keep to their --seconds; what hangs all the same is interrupted from outside.
 timeout --foreground --signal=INT --kill-after=5 175 \
     python -m evaluation.gpu_check --out check_gpu.md --seconds 160 || code=$?
 if [ $code -eq 130 ]; then
@@ -25,7 +25,7 @@ if [ $code -eq 130 ]; then
 fi
 timeout --foreground --signal=INT --kill-after=5 $((290 - SECONDS)) \
     python "${tests[@]}" --seconds $((250 - SECONDS)) || code=$?
-if [ $code -eq 124 ]; then
-    echo "error: a kernel hung and was interrupted; what was measured before is in check_gpu.md" >&2
+if [ $code -eq 124 ] || [ $code -eq 137 ]; then
+    echo "error: something took too long and was interrupted; what was measured before is in check_gpu.md" >&2
 fi
 exit $code
