@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test for which there is no time left."""
-    limit = item.config.getoption("--seconds")
+    limit = item.config.getoption("--seconds", None)
     if limit is not None and time.monotonic() - START > limit:
         pytest.skip(f"not begun within {limit:g} s")
 
