@@ -48,23 +48,24 @@ class Volume:
         cls, voxels: np.ndarray | Tensor, affine: np.ndarray | None = None, spacing_mm: Sequence[float] = (1, 1, 1)
     ) -> Volume:
         """Take an array or a tensor, (X, Y, Z) or (C, X, Y, Z), with its affine or, without one, its spacing."""
-        array = np.asarray(_on_cpu(voxels) if isinstance(voxels, Tensor) else voxels)
-        if array.ndim not in (3, 4):
-            raise UserError(f"voxels: shape {array.shape}; allowed: (X, Y, Z) or (C, X, Y, Z); add or remove axes")
-        if affine is None and not (np.shape(spacing_mm) == (3,) and all(0 < step < math.inf for step in spacing_mm)):
-            raise UserError(f"spacing_mm: {spacing_mm}; allowed: three numbers above 0, in millimetres; repair it")
-        placed = np.diag([*spacing_mm, 1.0]) if affine is None else np.asarray(affine)
-        return cls(array if array.ndim == 4 else array[None], placed)
+        if isinstance(voxels, Tensor):
+            voxels = voxels.detach().cpu()
+            voxels = voxels.float() if voxels.is_floating_point() else voxels  # numpy has no bfloat16
+        array = np.asarray(voxels)
+        if affine is None:
+            is_spacing = np.shape(spacing_mm) == (3,) and all(0 < step < math.inf for step in spacing_mm)
+            _check("spacing_mm", spacing_mm, is_spacing, "three numbers above 0, in millimetres")
+            affine = np.diag([*spacing_mm, 1.0])
+        return cls(array[None] if array.ndim == 3 else array, affine)
 
     def __post_init__(self) -> None:
         voxels, affine = np.asarray(self.voxels), np.asarray(self.affine)
-        if voxels.ndim != 4 or voxels.dtype.kind not in "biuf":
-            raise UserError(
-                f"voxels: shape {voxels.shape} and type {voxels.dtype}; allowed: (C, X, Y, Z) of integers or real "
-                "numbers; Volume.of adds the first axis"
-            )
-        if affine.shape != (4, 4) or affine.dtype.kind not in "biuf" or not _is_place(affine):
-            raise UserError(f"affine: {affine.tolist()}; allowed: 4 x 4 finite numbers with an inverse; repair it")
+        is_volume = voxels.ndim == 4 and voxels.dtype.kind in "biuf"
+        allowed = "(C, X, Y, Z) of integers or real numbers; Volume.of takes (X, Y, Z) too"
+        _check("voxels", f"shape {voxels.shape} and type {voxels.dtype}", is_volume, allowed)
+        is_place = affine.shape == (4, 4) and affine.dtype.kind in "biuf" and bool(np.isfinite(affine).all())
+        is_place = is_place and np.linalg.matrix_rank(affine[:3, :3]) == 3
+        _check("affine", affine.tolist(), is_place, "4 x 4 finite numbers with an inverse")
         with np.errstate(over="ignore"):  # infinite voxels are refused where they are used
             object.__setattr__(self, "voxels", voxels.astype(np.float32, copy=False))
         object.__setattr__(self, "affine", affine.astype(np.float64))
@@ -76,8 +77,7 @@ class Volume:
 
     def save(self, path: str | Path) -> None:
         """Write a .nii or .nii.gz file."""
-        if not str(path).lower().endswith((".nii", ".nii.gz")):
-            raise UserError(f"{printable(path)}: another ending; .nii and .nii.gz are written; rename it")
+        _check("path", printable(path), str(path).lower().endswith((".nii", ".nii.gz")), "endings .nii and .nii.gz")
         write_nifti(Path(path), self.voxels, self.affine)
 
 
@@ -107,12 +107,12 @@ class Drawing:
         numbers: Sequence[str] = (),
         batch_size: int | None = None,
     ) -> None:
-        _check_whole("num", num, 1)
-        _check_whole("seed", seed, 0)
-        _check_whole("steps", steps, 1)
-        _check_whole("batch_size", batch_size, 1)
-        if guidance_scale is not None and not math.isfinite(guidance_scale):
-            raise UserError(f"guidance_scale: {guidance_scale}; allowed: finite numbers; repair it")
+        whole = (("num", num, 1), ("seed", seed, 0), ("steps", steps, 1), ("batch_size", batch_size, 1))
+        for name, value, smallest in whole:
+            is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= smallest
+            _check(name, value, value is None or is_whole, f"whole numbers from {smallest}")
+        is_finite = guidance_scale is None or math.isfinite(guidance_scale)
+        _check("guidance_scale", guidance_scale, is_finite, "finite numbers")
         self.settings = trained.sampling_settings(steps, guidance_scale)
         network, self.frame = trained.unet()
         codec = trained.codec()
@@ -166,12 +166,10 @@ class Run:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Return the volume of a latent, (C, D, H, W) on the CPU, on the run's grid and in [0, 1]."""
-        shape = self.settings.latent_shape
-        if not isinstance(latent, Tensor) or tuple(latent.shape) != tuple(shape) or not latent.is_floating_point():
-            found = f"{latent.dtype}, {tuple(latent.shape)}" if isinstance(latent, Tensor) else type(latent).__name__
-            raise UserError(
-                f"decode: found {found}; allowed: a tensor of real numbers, {tuple(shape)}; decode one at once"
-            )
+        shape, is_tensor = tuple(self.settings.latent_shape), isinstance(latent, Tensor)
+        found = f"{latent.dtype}, {tuple(latent.shape)}" if is_tensor else type(latent).__name__
+        is_latent = is_tensor and tuple(latent.shape) == shape and latent.is_floating_point()
+        _check("latent", found, is_latent, f"one tensor of real numbers, {shape}")
         return to_unit(check_finite(self._codec.decode(latent.float()), "decode")).cpu()
 
     def reconstruct(self, volume: Volume | str | Path) -> Volume:
@@ -212,10 +210,8 @@ class Run:
         data, channels = self.settings.data, self.settings.autoencoder.in_channels
         if isinstance(volume, str | Path):
             return load_volume(volume, data, channels)
-        if not isinstance(volume, Volume):
-            raise UserError(
-                f"found {type(volume).__name__}; allowed: a path or a Volume; Volume.of makes one of an array"
-            )
+        is_volume = isinstance(volume, Volume)
+        _check("volume", type(volume).__name__, is_volume, "a path or a Volume; Volume.of makes one of an array")
         # Through a file, so that arrays take the same way to the network as volumes on disk.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "volume.nii"
@@ -231,8 +227,7 @@ def open_run(
 ) -> Run:
     """Open the folder of a run, finished or not; `best` takes a stage's weights of its best validation."""
     _check_choice("best", best, (None, "autoencoder", "ldm"))
-    if budget_gb is not None:
-        _check_budget(budget_gb)
+    _check_budget(budget_gb)
     return Run(TrainedRun(path, budget_gb, best))
 
 
@@ -273,28 +268,15 @@ def walk_ladder(
     return walk(settings, stage, round(budget_gb * GIB), order, None, correct, chosen_gpu(gpu))
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.float() if tensor.is_floating_point() else tensor  # numpy has no bfloat16
-
-
-def _is_place(affine: np.ndarray) -> bool:
-    return bool(np.isfinite(affine).all()) and np.linalg.matrix_rank(affine[:3, :3]) == 3
+def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise UserError(f"{name}: found {value}; allowed: {allowed}")
 
 
 def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise UserError(f"{name}: found {value!r}; allowed: {', '.join(map(repr, allowed))}; choose one")
+    _check(name, repr(value), value in allowed, ", ".join(map(repr, allowed)))
 
 
-def _check_whole(name: str, value: Any, smallest: int) -> None:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if value is not None and not (is_whole and value >= smallest):
-        raise UserError(f"{name}: found {value!r}; allowed: whole numbers from {smallest}; repair it")
-
-
-def _check_budget(budget_gb: float) -> None:
-    if not 0 < budget_gb < math.inf:
-        raise UserError(
-            f"budget_gb: found {budget_gb}; allowed: finite numbers above 0; give the memory of the GPU in GiB"
-        )
+def _check_budget(budget_gb: float | None) -> None:
+    is_budget = budget_gb is None or 0 < budget_gb < math.inf
+    _check("budget_gb", budget_gb, is_budget, "finite numbers above 0, the memory of the GPU in GiB")

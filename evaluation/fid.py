@@ -11,7 +11,6 @@ import hashlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from losses.lpips_slices import import_torchvision
 from losses.medicalnet import dilated_resnet
 from losses.weights import read_state_dict
 from runtime.cli.bars import ProgressBar
+from runtime.files import counted
 from settings import ConfigError
 
 FILES = {
@@ -54,56 +54,42 @@ def radimagenet_resnet50() -> nn.Module:
     return network
 
 
-@dataclass(frozen=True)
 class FeatureNetwork:
-    """The network of one protocol, with weights from a file."""
+    """The network of one protocol, with weights from a file; raise `ConfigError` for a missing file or other weights.
 
-    protocol: str
-    network: nn.Module
-    device: torch.device
-    digest: str
-    """SHA-256 of the weight file: figures can be compared only if it is the same."""
+    `digest` is the SHA-256 of the file: figures can be compared only if it is the same.
+    """
 
-    @staticmethod
-    def load(protocol: str, weights: str | None, device: torch.device) -> FeatureNetwork:
-        """Build the network and read its weights; raise `ConfigError` for a missing file or other weights."""
-        allowed = f"allowed: {FILES[protocol]}"
+    def __init__(self, protocol: str, weights: str | None, device: torch.device) -> None:
         path = Path(weights or "").expanduser()
+        remedy = f"allowed: {FILES[protocol]}; fetch it, and name its place"
         if not path.is_file():
             found = "no file was given" if weights is None else f"there is no file {path}"
-            raise ConfigError(f"--fid-weights: {found}; {allowed}; fetch it, and name its place in --fid-weights")
+            raise ConfigError(f"--fid-weights: {found}; {remedy}")
         network = radimagenet_resnet50() if protocol == "radimagenet-2.5d" else dilated_resnet(50)
+        state, expected = read_state_dict(path, "--fid-weights"), network.state_dict()
         # Files from old versions of torch lack the batch counts, which eval mode does not use.
-        missing, unknown = _load(network, read_state_dict(path, "--fid-weights"))
-        if not (missing or unknown) and not all(
-            bool(value.isfinite().all()) for value in network.state_dict().values()
-        ):
-            raise ConfigError(f"--fid-weights: {path} has weights that are not finite; {allowed}; fetch it again")
-        if missing or unknown:
-            name = (missing + unknown)[0]
+        state = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")} | state
+        wrong = [name for name, value in expected.items() if name not in state or state[name].shape != value.shape]
+        if wrong := wrong + [name for name, value in state.items() if name not in expected or not _is_finite(value)]:
             raise ConfigError(
-                f"--fid-weights: {path} does not hold the weights of {protocol} ({name} is missing, unknown or has "
-                f"another shape); {allowed}; name that file"
+                f"--fid-weights: {path} does not hold the weights of {protocol} ({wrong[0]} is missing, unknown, not "
+                f"finite or has another shape); {remedy}"
             )
+        network.load_state_dict(state)
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FeatureNetwork(protocol, network.to(device).eval(), device, digest)
+            self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.protocol, self.network, self.device = protocol, network.to(device).eval(), device
 
     def features(self, volumes: Sequence[Tensor], description: str) -> list[Features]:
         """Return the features of one-channel volumes (1, x, y, z) with values in [0, 1]."""
         if any(len(volume) != 1 for volume in volumes):
-            raise ConfigError(
-                f"--fid: the volumes have {len(volumes[0])} channels; allowed: 1, which is what {self.protocol}'s "
-                "network takes; evaluate without --fid"
-            )
-        of = self._of_slices if self.protocol == "radimagenet-2.5d" else self._of_volume
+            found = f"--fid: the volumes have {len(volumes[0])} channels"
+            raise ConfigError(f"{found}; allowed: 1, which is what its networks take; evaluate without --fid")
+        of = self._of_slices if self.protocol == "radimagenet-2.5d" else lambda volume: [self._run(volume[None])]
         with torch.inference_mode():
-            return [
-                of(volume.float()) for volume in ProgressBar(volumes, desc=f"features of {description}", unit="volume")
-            ]
-
-    def _of_volume(self, volume: Tensor) -> Features:
-        return [self._run(volume[None])]
+            bar = ProgressBar(volumes, desc=f"features of {description}", unit="volume")
+            return [of(volume.float()) for volume in bar]
 
     def _of_slices(self, volume: Tensor) -> Features:
         """Return the features of the planes xy, yz and zx, whose slices lie along z, x and y."""
@@ -113,10 +99,8 @@ class FeatureNetwork:
             size = volume.shape[axis]
             start, stop = int((1 - MIDDLE) / 2 * size), int((1 + MIDDLE) / 2 * size)
             if start == stop:
-                raise ConfigError(
-                    f"--fid: the volumes have {size} voxels along an axis; allowed: at least 3, of whose slices the "
-                    "middle 40 % are compared; choose medicalnet-3d"
-                )
+                found = f"--fid: the volumes have {size} voxels along an axis, and no slice in their middle 40 %"
+                raise ConfigError(f"{found}; allowed: at least 3; choose medicalnet-3d")
             middle = volume.movedim(axis, 0)[start:stop]
             low, high = middle.min(), middle.max()
             slices = ((middle - low) / (high - low + 1e-10)).expand(-1, 3, -1, -1) - means
@@ -127,15 +111,19 @@ class FeatureNetwork:
         return self.network(images.to(self.device)).cpu().double()
 
 
-def _load(network: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Fill the network; return names that are missing or have another shape, and names it does not know."""
-    expected = network.state_dict()
-    names = [name for name in expected if not name.endswith("num_batches_tracked")]
-    missing = [name for name in names if name not in found or found[name].shape != expected[name].shape]
-    unknown = [name for name in found if name not in expected]
-    if not missing and not unknown:
-        network.load_state_dict({**expected, **found})
-    return missing, unknown
+def _is_finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())
+
+
+def caution(samples: Sequence[Features], reference: Sequence[Features]) -> str | None:
+    """Return what to think of distances of so few volumes; None if their features determine a covariance."""
+    rows, width = min(sum(len(one[0]) for one in some) for some in (samples, reference)), samples[0][0].shape[1]
+    if rows > width:
+        return None
+    return (
+        f"--fid: {counted(rows, 'row')} cannot determine the covariance of {width:,} features, so FID is too high; "
+        "compare it with the anchors of the same table only, not with published figures"
+    )
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, PositiveFloat
 from torch import Tensor
 
 from data.intensity import to_intensities
@@ -26,8 +26,6 @@ from training.checkpoints import Checkpoints, changed_settings
 
 log = logging.getLogger(__name__)
 
-Positive = Annotated[float, Field(gt=0)]
-
 
 class SampleFrame(BaseModel):
     """How samples are decoded and written: the normalisation of latents, and medians over the training volumes."""
@@ -35,7 +33,7 @@ class SampleFrame(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
     normalisation: Normalisation
-    spacing_mm: tuple[Positive, Positive, Positive]
+    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
@@ -122,13 +120,8 @@ class TrainedRun:
         state = checkpoints.read(newest)
         if not {"networks", "average", "settings", "metadata"} <= state.keys() or stage not in state["networks"]:
             raise CheckpointError(f"{newest}: not a checkpoint of this version; finish the run, then use its weights")
-        log.warning(
-            "%s: stage %s is not finished; using its %s weights after step %d",
-            newest,
-            stage,
-            "averaged" if state["average"] else "newest",
-            state["step"],
-        )
+        which, words = "averaged" if state["average"] else "newest", "using its %s weights after step %d"
+        log.warning(f"%s: stage %s is not finished; {words}", newest, stage, which, state["step"])
         metadata = {"stage": stage, "settings": state["settings"], **state["metadata"]}
         return state["networks"][stage] | state["average"], metadata, newest
 
@@ -166,11 +159,8 @@ class TrainedRun:
             raise foreign
         changes = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
         if changed := [str(change) for change in changes if change.changes_result]:
-            raise CheckpointError(
-                f"{path}: was trained with settings that differ from {self.folder.config}:\n  "
-                + "\n  ".join(changed)
-                + "\nset these back in that file"
-            )
+            head = f"{path}: was trained with settings that differ from {self.folder.config}:"
+            raise CheckpointError("\n".join([head, *(f"  {line}" for line in changed), "set these back in that file"]))
         has_classes = self.settings.ldm.conditioning.type == "class"
         known = metadata if has_classes else {**metadata, "class_names": ()}
         try:
@@ -194,8 +184,7 @@ class TrainedRun:
         weights = autoencoder_path(self.settings, self.folder)
         if digest is None:
             log.warning(
-                "%s: does not record which autoencoder it was trained on (imported, or written by an older version), "
-                "so it cannot be checked against %s",
+                "%s: does not record which autoencoder it was trained on, so it cannot be checked against %s",
                 path,
                 weights,
             )

@@ -1,4 +1,4 @@
-"""Compare a training step of this project with stock MONAI and a 3d_ldm-style loop: memory and compute, as ratios."""
+"""Compare a training step of this project with stock MONAI: memory and compute, as ratios."""
 
 from __future__ import annotations
 

@@ -69,9 +69,8 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.latents import stage_two_data
     from diffusion.sampling import VolumeSampler
     from evaluation.fid import FeatureNetwork
-    from evaluation.reconstructions import evaluate_reconstructions
+    from evaluation.quality import evaluate_reconstructions, evaluate_stage_two
     from evaluation.report import write_report
-    from evaluation.samples import evaluate_stage_two
     from evaluation.trained_run import TrainedRun
     from runtime.files import write_text
 
@@ -85,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         network, frame = trained.unet()
     codec = trained.codec()
     device = codec.precision.device
-    fid = FeatureNetwork.load(options.fid, options.fid_weights, device) if options.fid is not None else None
+    fid = FeatureNetwork(options.fid, options.fid_weights, device) if options.fid is not None else None
     settings = trained.sampling_settings(options.steps, options.guidance_scale)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
@@ -136,7 +135,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 
 def _table(results: dict[str, Any]) -> str:
     """Return the results as text: one line per held-out volume, then the samples."""
-    from evaluation.condition_effect import effect_lines
+    from evaluation.quality import effect_lines
     from training.validation.skill import skill_in_words
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]

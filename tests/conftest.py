@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.tiny_config import TINY
 from tests.support.warm_start import WarmStart
 
 ROOT = Path(__file__).resolve().parent.parent
+START = time.monotonic()
 
 # oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on some machines that announce it, and
 # AVX-512 without bfloat16 returns uninitialised memory as weight gradients. For users, choose_device does this.
@@ -36,16 +40,12 @@ def _logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def tiny_values() -> dict[str, Any]:
     """A config that trains in seconds, as nested values that a test may change."""
-    import copy
-
     return copy.deepcopy(TINY)
 
 
 @pytest.fixture
 def tiny_config(tmp_path: Path, tiny_values: dict[str, Any]) -> Path:
     """The tiny config as a file."""
-    import yaml
-
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_values))
     return path
@@ -70,8 +70,23 @@ def command(warm: WarmStart, tmp_path: Path) -> Callable[..., subprocess.Complet
     return start
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `scripts/check_gpu.sh` bound the time that its tests take."""
+    parser.addoption("--seconds", type=float, help="skip the tests that have not begun after so many seconds")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test for which there is no time left."""
+    limit = item.config.getoption("--seconds", None)
+    if limit is not None and time.monotonic() - START > limit:
+        pytest.skip(f"not begun within {limit:g} s")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why; slow tests run only when asked for by `-m slow`."""
+    """Skip what this machine cannot run, and say why; sort tests that need a GPU by size.
+
+    Gradients of large batches, huge volumes and whole runs come last, so that a limit of time leaves out these.
+    """
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -80,3 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in on_gpu:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+    def size(item: Any) -> int:
+        batch: int = item.callspec.params.get("batch", 0) if hasattr(item, "callspec") else 0
+        return 100 if "test_gpu_runs" in item.nodeid or "beyond_32_bits" in item.nodeid else batch
+
+    items[:] = [*(item for item in items if item not in on_gpu), *sorted(on_gpu, key=size)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from runtime.files import RunFolder
 from settings import Settings, dump_yaml
@@ -23,8 +22,6 @@ PREDICTION = {
     "margin": 0.2,
     "breakdown": {"activations": 800 << 20, "parameters": 60 << 20, "optimizer": 40 << 20},
 }
-
-
 SPACING = (1.0, 1.0, 1.0)
 
 
@@ -47,9 +44,7 @@ def make_run(
     run = RunFolder(folder / name)
     run.path.mkdir(parents=True)
     run.config.write_text(dump_yaml(settings))
-    preset = folder / "preset.yaml"
-    preset.write_text(yaml.safe_dump({**TINY, "seed": 8}))
-    command = ["train_autoencoder.py", "--config", str(preset)]
+    command = ["train_autoencoder.py", "--config", "preset.yaml"]
     run.environment.write_text(json.dumps({"device": "cpu", "command": command, "packages": {"torch": "2"}}))
     with run.metrics.open("w") as lines:
         for step in range(1, num_lines + 1):

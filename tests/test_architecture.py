@@ -90,16 +90,20 @@ def test_imports_follow_the_arrows():
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
-def test_imports_between_parts_of_a_room_and_sideways_are_noticed():
-    assert against_the_arrows("losses", "from data import NETWORK_RANGE") == {"data"}
-    assert against_the_arrows("models", "from losses import kl") == {"losses"}
-    assert against_the_arrows("memory.predict", "from memory.ladder import walk") == {"memory.ladder"}
-    assert against_the_arrows("memory.predict", "def f():\n    from memory import watch") == {"memory.watch"}
-    assert against_the_arrows("models.lean", "import models.unet") == {"models"}
-    assert against_the_arrows("models", "from models.exchange import load") == {"models.exchange"}
-    assert against_the_arrows("training", "from training.validation import previews") == {"training.validation"}
-    assert not against_the_arrows("memory.watch", "from memory.predict.prediction import Stage")
-    assert not against_the_arrows("models.lean", "from models.lean import native")
+@pytest.mark.parametrize(
+    ("part", "source", "wrong"),
+    [
+        ("losses", "from data import NETWORK_RANGE", {"data"}),
+        ("models", "from losses import kl", {"losses"}),
+        ("models", "from models.exchange import load", {"models.exchange"}),
+        ("models.lean", "import models.unet", {"models"}),
+        ("memory.predict", "def f():\n    from memory import watch", {"memory.watch"}),
+        ("memory.watch", "from memory.predict.prediction import Stage", set()),
+        ("models.lean", "from models.lean import native", set()),
+    ],
+)
+def test_imports_between_parts_of_a_room_and_sideways_are_noticed(part, source, wrong):
+    assert against_the_arrows(part, source) == wrong
 
 
 def test_what_checks_input_imports_neither_torch_nor_monai():
@@ -110,23 +114,14 @@ def test_what_checks_input_imports_neither_torch_nor_monai():
     assert [p for p in paths if slow & {name.split(".")[0] for name in imported_modules(p.read_text())}] == []
 
 
-def test_at_most_thirteen_folders_are_visible_at_the_top():
+def test_folders_at_the_top_and_lines_of_the_train_scripts_are_few_and_no_name_is_vague():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     folders = {line.split("/")[0] for line in tracked.splitlines() if "/" in line and not line.startswith(".")}
     assert len(folders) <= 13, sorted(folders)
-
-
-@pytest.mark.parametrize("name", ["train_autoencoder.py", "train_ldm.py"])
-def test_train_scripts_stay_below_90_lines(name):
-    assert len((ROOT / name).read_text().splitlines()) < 90
-
-
-def test_no_module_is_called_utils_or_helpers():
+    for name in ("train_autoencoder.py", "train_ldm.py"):
+        assert len((ROOT / name).read_text().splitlines()) < 90
     vague = {"utils", "helpers", "misc", "common"}
     assert [p for p in SOURCES if p.stem in vague or vague & set(p.relative_to(ROOT).parts)] == []
-
-
-def test_git_ignores_no_code():
     files = [str(path.relative_to(ROOT)) for path in SOURCES]
-    done = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == ""
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout == "", "git ignores code"

@@ -1,7 +1,4 @@
-"""Write report.html of a run: one offline page with curves, volumes, memory, config and environment.
-
-Called by the train scripts after each validation, and by `scripts/report.py`.
-"""
+"""Write report.html of a run, one offline page, as the train scripts do after each validation."""
 
 from evaluation.report.page import publish, show_validation, write_comparison, write_report
 

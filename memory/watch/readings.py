@@ -18,6 +18,7 @@ class MemoryReadings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._earlier_peak = 0
         self._reset()
 
     def read(self) -> dict[str, float]:
@@ -45,7 +46,7 @@ class MemoryReadings:
         return torch.cuda.max_memory_allocated(self.device)
 
     def _reset(self) -> None:
-        self._earlier_peak: int = 0
+        self._earlier_peak = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:

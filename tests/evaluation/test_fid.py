@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from monai.metrics.fid import FIDMetric
@@ -65,37 +67,29 @@ def slices_network(tmp_path_factory: pytest.TempPathFactory) -> FeatureNetwork:
     # Old files have a "module." in front of names and no counts of batches.
     state = {f"module.{k}": v for k, v in radimagenet_resnet50().state_dict().items() if "num_batches" not in k}
     torch.save({"state_dict": state}, path)
-    return FeatureNetwork.load("radimagenet-2.5d", str(path), CPU)
+    return FeatureNetwork("radimagenet-2.5d", str(path), CPU)
 
 
-def test_middle_slices_of_three_planes_are_compared(slices_network: FeatureNetwork) -> None:
-    (planes,) = slices_network.features([torch.rand(1, 20, 15, 10)], "volumes")
+def test_middle_slices_of_three_planes_are_compared_whatever_the_scale_of_intensities(
+    slices_network: FeatureNetwork,
+) -> None:
+    volume = torch.rand(1, 20, 15, 10)
+    planes, scaled = slices_network.features([volume, volume * 0.25 + 0.5], "volumes")
     assert [tuple(plane.shape) for plane in planes] == [(4, 2048), (8, 2048), (6, 2048)]
-
-
-def test_features_do_not_depend_on_the_scale_of_intensities(slices_network: FeatureNetwork) -> None:
-    volume = torch.rand(1, 12, 12, 12)
-    first, second = (slices_network.features([v], "volumes")[0] for v in (volume, volume * 0.25 + 0.5))
-    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
-
-
-def test_a_volume_with_several_channels_is_refused(slices_network: FeatureNetwork) -> None:
+    torch.testing.assert_close(planes, scaled, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"--fid: the volumes have 2 channels; allowed: 1"):
         slices_network.features([torch.rand(2, 8, 8, 8)], "volumes")
 
 
-def test_missing_and_wrong_weights_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("weights")
+def test_missing_and_wrong_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file was given; allowed: resnet_50_23dataset.pth from github.com/Ten"):
-        FeatureNetwork.load("medicalnet-3d", None, CPU)
-    torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pth")
-    with pytest.raises(ConfigError, match=r"does not hold the weights of radimagenet-2.5d \(conv1.weight is missing"):
-        FeatureNetwork.load("radimagenet-2.5d", str(folder / "other.pth"), CPU)
-    (folder / "text.pth").write_text("text")
+        FeatureNetwork("medicalnet-3d", None, CPU)
+    (tmp_path / "text.pth").write_text("text")
     with pytest.raises(ConfigError, match=r"^--fid-weights: .*text.pth cannot be read as a state dict"):
-        FeatureNetwork.load("medicalnet-3d", str(folder / "text.pth"), CPU)
-    weights = dilated_resnet(50).state_dict()
-    weights["conv1.weight"] *= float("nan")
-    torch.save(weights, folder / "nan.pth")
-    with pytest.raises(ConfigError, match="has weights that are not finite"):
-        FeatureNetwork.load("medicalnet-3d", str(folder / "nan.pth"), CPU)
+        FeatureNetwork("medicalnet-3d", str(tmp_path / "text.pth"), CPU)
+    broken = dilated_resnet(50).state_dict()
+    broken["conv1.weight"] *= float("nan")
+    for state in (nn.Linear(2, 2).state_dict(), broken):
+        torch.save(state, tmp_path / "other.pth")
+        with pytest.raises(ConfigError, match=r"does not hold the weights of medicalnet-3d \(conv1.weight is missing"):
+            FeatureNetwork("medicalnet-3d", str(tmp_path / "other.pth"), CPU)

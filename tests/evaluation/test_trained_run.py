@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -58,27 +59,15 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_the_affine_of_samples_is_centred_with_the_spacing_of_the_data():
-    frame = SampleFrame(
-        normalisation=Normalisation.uniform(3), spacing_mm=(1.0, 2.0, 4.0), lower=(0.0,), upper=(1.0,), class_names=()
-    )
-    settings = Settings.model_validate({"data": {"voxel_size": [32, 24, 32]}})
-    affine = frame.affine(settings)
+def test_samples_are_centred_with_the_spacing_of_the_data_and_have_the_intensities_of_each_channel():
+    ends: dict[str, Any] = {"lower": (-1000.0, 5.0), "upper": (3000.0, 25.0)}
+    normalisation = Normalisation.uniform(3)
+    frame = SampleFrame(normalisation=normalisation, spacing_mm=(1.0, 2.0, 4.0), class_names=(), **ends)
+    affine = frame.affine(Settings.model_validate({"data": {"voxel_size": [32, 24, 32]}}))
     np.testing.assert_allclose(affine @ [15.5, 11.5, 15.5, 1], [0, 0, 0, 1], atol=1e-9)
     np.testing.assert_allclose(affine[:3, :3], np.diag([1.0, 2.0, 4.0]))
-
-
-def test_intensities_go_from_the_lower_to_the_upper_end_of_each_channel():
-    frame = SampleFrame(
-        normalisation=Normalisation.uniform(3),
-        spacing_mm=(1.0, 1.0, 1.0),
-        lower=(-1000.0, 5.0),
-        upper=(3000.0, 25.0),
-        class_names=(),
-    )
     volume = np.stack([np.full((2, 2, 2), 0.25), np.full((2, 2, 2), 0.5)]).astype(np.float32)
-    found = frame.intensities(volume)
-    np.testing.assert_allclose(found[:, 0, 0, 0], [0.0, 15.0])
+    np.testing.assert_allclose(frame.intensities(volume)[:, 0, 0, 0], [0.0, 15.0])
 
 
 def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensities(tmp_path_factory, tmp_path):
@@ -113,29 +102,29 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
         np.testing.assert_allclose(found, lower + share * (upper - lower), atol=1e-3 * (upper - lower))
 
 
-def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(run, tmp_path_factory, caplog):
-    expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in ("autoencoder", "ldm")}
+def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(run, caplog):
+    stages = ("autoencoder", "ldm")
+    expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in stages}
+    finished = TrainedRun(run).unet()[1]
+    settings = stored(load_settings(run / "config.yaml"))
     content = {
         "networks": {"autoencoder": expected["autoencoder"]},
         "average": {},
-        "settings": stored(load_settings(run / "config.yaml")),
+        "settings": settings,
         "metadata": {},
     }
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, content)
-    for stage in expected:
+    for stage in stages:
         (run / f"{stage}.safetensors").unlink()
     opened = TrainedRun(run)
     network, frame = opened.unet()
     torch.testing.assert_close(dict(network.state_dict()), expected["ldm"], rtol=0, atol=0)
     torch.testing.assert_close(dict(opened.codec().autoencoder.state_dict()), expected["autoencoder"], rtol=0, atol=0)
-    finished = TrainedRun(finished_run(tmp_path_factory)).unet()[1]
     assert torch.equal(frame.normalisation.scale, finished.normalisation.scale)
     assert torch.equal(frame.normalisation.mean, finished.normalisation.mean)
     assert frame.model_dump(exclude={"normalisation"}) == finished.model_dump(exclude={"normalisation"})
-    said = [record.getMessage() for record in caplog.records if "not finished" in record.getMessage()]
-    assert len(said) == 2
-    assert "stage ldm is not finished; using its averaged weights after step 4" in said[0]
-    assert "stage autoencoder is not finished; using its newest weights after step 3" in said[1]
+    assert "stage ldm is not finished; using its averaged weights after step 4" in caplog.text
+    assert "stage autoencoder is not finished; using its newest weights after step 3" in caplog.text
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match=r"ldm\.safetensors: not found"):
         TrainedRun(run).unet()
@@ -149,46 +138,43 @@ def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(run
     first = next(iter(state["average"]))
     state["average"][first] = torch.full_like(state["average"][first], 7.0)
     finished = load_file(run / "ldm.safetensors")[first]
-    torch.testing.assert_close(TrainedRun(run).unet()[0].state_dict()[first], finished, rtol=0, atol=0)
+
+    def used(best: str | None = None) -> torch.Tensor:
+        return TrainedRun(run, best=best).unet()[0].state_dict()[first]
+
+    assert torch.equal(used(), finished)
     assert "not finished" not in caplog.text
     checkpoints.save(6, state)
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, {})
-    assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
+    assert used().unique().tolist() == [7.0]
     assert "stage ldm is not finished; using its averaged weights after step 6" in caplog.text
     assert "stage 1 is still training (step 3); using its finished weights of step 0" in caplog.text
-    best = TrainedRun(run, best="ldm").unet()[0].state_dict()[first]
-    torch.testing.assert_close(best, finished, rtol=0, atol=0)
+    assert torch.equal(used(best="ldm"), finished)
     # Started again from the first step, the finished weights are those of an earlier run.
     shutil.rmtree(run / "checkpoints")
-    torch.testing.assert_close(TrainedRun(run).unet()[0].state_dict()[first], finished, rtol=0, atol=0)
+    assert torch.equal(used(), finished)
     checkpoints.save(2, state)
-    assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
+    assert used().unique().tolist() == [7.0]
 
 
 def test_the_best_weights_are_those_of_the_best_validation(run):
     # The only validation is that of the last step.
-    best, _ = TrainedRun(run, best="ldm").unet()
-    torch.testing.assert_close(dict(best.state_dict()), load_weights(run / "ldm.safetensors")[0], rtol=0, atol=0)
     with safe_open(run / "ldm_best.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["step"]) == 4
+    last = load_weights(run / "ldm.safetensors")[0]
+    torch.testing.assert_close(dict(TrainedRun(run, best="ldm").unet()[0].state_dict()), last, rtol=0, atol=0)
     # They are enough without the last weights, for example on another machine.
-    (run / "ldm.safetensors").rename(run / "last.safetensors")
-    (run / "checkpoints").rename(run / "elsewhere")
-    best, _ = TrainedRun(run, best="ldm").unet()
-    torch.testing.assert_close(dict(best.state_dict()), load_weights(run / "last.safetensors")[0], rtol=0, atol=0)
-    (run / "last.safetensors").rename(run / "ldm.safetensors")
-    (run / "ldm_best.safetensors").unlink()
+    (run / "ldm.safetensors").unlink()
+    shutil.rmtree(run / "checkpoints")
+    torch.testing.assert_close(dict(TrainedRun(run, best="ldm").unet()[0].state_dict()), last, rtol=0, atol=0)
+    (run / "ldm_best.safetensors").rename(run / "ldm.safetensors")
     with pytest.raises(CheckpointError, match="no validation is finished yet; leave out --best"):
         TrainedRun(run, best="ldm").unet()
-
-
-def test_the_best_autoencoder_is_refused_where_the_config_names_another(run):
-    shutil.copy(run / "autoencoder.safetensors", run / "autoencoder_best.safetensors")
-    TrainedRun(run, best="autoencoder").codec()
     config = (run / "config.yaml").read_text()
-    named = f"\nldm:\n  autoencoder: {run / 'autoencoder.safetensors'}\n"
     assert "\nldm:\n  autoencoder: null\n" in config
-    (run / "config.yaml").write_text(config.replace("\nldm:\n  autoencoder: null\n", named))
+    (run / "config.yaml").write_text(
+        config.replace("  autoencoder: null", f"  autoencoder: {run}/autoencoder.safetensors")
+    )
     TrainedRun(run).codec()
     with pytest.raises(CheckpointError, match=r"--best: .* so there is no choice; leave out --best"):
         TrainedRun(run, best="autoencoder").codec()
@@ -198,35 +184,31 @@ def test_the_best_autoencoder_is_refused_where_the_config_names_another(run):
 def test_weights_are_kept_when_a_validation_is_better_than_all_before_it_even_of_an_earlier_session(
     tiny_values, tmp_path, caplog, stage, metric, kept
 ):
-    sign = {"val_psnr": 1, "val_diffusion": -1}[metric]
     settings = Settings.model_validate(tiny_values)
     make = AutoencoderStep if stage == "autoencoder" else LatentDiffusionStep
     step, folder = make(settings, Process(CPU), load_weights=False), RunFolder(tmp_path)
     first = next(step.network.parameters())
-
-    def validate(keep: BestWeights, done: int, value: float) -> None:
-        with torch.no_grad():
-            first.fill_(done)
-            if step.average is not None:
-                step.average.averages[0].fill_(done)
-        keep(done, {metric: value})
-
-    keep = BestWeights(step, folder, first_step=0)
-    keep(0, {})
-    assert not keep.path.exists()
-    for done, value in ((1, 0.5), (2, 0.7), (3, 0.3)):
-        validate(keep, done, value)
-    resumed = BestWeights(step, folder, first_step=3)
-    validate(resumed, 4, 0.4)
     name = next(iter(dict(step.network.named_parameters())))
-    assert load_file(keep.path)[name].unique().tolist() == [kept]
+
+    def validated(first_step: int, values: dict[int, float]) -> list[float]:
+        """Return the weight that is kept after these validations of one session; it is the number of its step."""
+        keep = BestWeights(step, folder, first_step)
+        for done, value in values.items():
+            with torch.no_grad():
+                first.fill_(done)
+                if step.average is not None:
+                    step.average.averages[0].fill_(done)
+            keep(done, {metric: value})
+        return load_file(keep.path)[name].unique().tolist()
+
+    assert validated(0, {1: 0.5, 2: 0.7, 3: 0.3}) == [kept]
+    assert validated(3, {4: 0.4}) == [kept]
     # Values that are not finite do not count, and a damaged file does not keep the run from going on.
-    keep.path.write_bytes(b"damaged")
-    resumed = BestWeights(step, folder, first_step=4)
-    assert f"{keep.path}: damaged; only validations from here on count" in caplog.text
-    for done, value in ((5, math.nan), (6, 0.5), (7, math.nan), (8, sign * math.inf)):
-        validate(resumed, done, value)
-    assert load_file(keep.path)[name].unique().tolist() == [6]
+    path = folder.best_weights(stage)
+    path.write_bytes(b"damaged")
+    infinite = math.inf if metric == "val_psnr" else -math.inf
+    assert validated(4, {5: math.nan, 6: 0.5, 7: math.nan, 8: infinite}) == [6]
+    assert f"{path}: damaged; only validations from here on count" in caplog.text
     # A run that starts again under the same name has no best step yet.
-    BestWeights(step, folder, first_step=0)
-    assert not keep.path.exists()
+    BestWeights(step, folder, first_step=0)(0, {})
+    assert not path.exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.gpu_check import parse
+from tests.conftest import pytest_runtest_setup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,12 +57,21 @@ def test_with_a_gpu_it_measures_and_runs_the_tests_that_need_one(project):
     done = check_gpu(project, True)
     assert done.returncode == 0, done.stderr
     *_, measurement, tests = (line.split() for line in (project / "asked").read_text().splitlines())
-    assert tests == TESTS
+    assert tests[:-1] == [*TESTS, "--seconds"]
     assert all((ROOT / word).exists() for word in tests if word.startswith("tests/"))
     options = parse(measurement[2:])
     assert measurement[:2] == ["-m", "evaluation.gpu_check"]
-    assert options.seconds <= 240
+    assert options.seconds <= 200
+    assert 200 <= int(tests[-1]) <= 270, "of 300, and the measurement took none here"
     assert options.out == "check_gpu.md"
+
+
+def test_no_test_begins_after_the_limit_of_time(pytestconfig, request, monkeypatch):
+    monkeypatch.setattr(pytestconfig.option, "seconds", 1e9)
+    pytest_runtest_setup(request.node)
+    monkeypatch.setattr(pytestconfig.option, "seconds", 0.0)
+    with pytest.raises(pytest.skip.Exception, match="not begun within 0 s"):
+        pytest_runtest_setup(request.node)
 
 
 def test_with_arguments_it_runs_only_tests(project):

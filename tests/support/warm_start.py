@@ -9,11 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 300
@@ -34,15 +33,15 @@ class WarmStart:
                 "training.validation.ldm_validation",
                 "torch.utils.tensorboard",
                 "evaluation.trained_run",
-                "evaluation.reconstructions",
-                "evaluation.samples",
+                "evaluation.quality",
                 "evaluation.report",
                 "models.exchange",
             ]
         )
         # Killed processes leak their semaphores; silence the resource tracker's warning about that.
         warnings = "ignore:resource_tracker:UserWarning"
-        with _environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONWARNINGS=warnings):
+        changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings}
+        with mock.patch.dict(os.environ, changes):
             forkserver.ensure_running()
         # The first fork waits for the imports, so that later starts are fast.
         first = self._context.Process(target=os.getpid)
@@ -109,17 +108,3 @@ def _execute(folder: Path, arguments: tuple[str, ...], output: Path, errors: Pat
     os.dup2(descriptor if errors == output else os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.argv = [str(ROOT / arguments[0]), *arguments[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

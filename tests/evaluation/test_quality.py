@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from evaluation.reconstructions import mean_interval
-from evaluation.samples import (
+from evaluation.quality import (
     Reference,
     SilentNetwork,
-    evaluate_anchors,
+    compared,
     evaluate_samples,
+    mean_interval,
     similarity,
     training_volumes,
 )
@@ -51,34 +52,28 @@ def test_ms_ssim_is_one_for_equals_and_falls_with_noise_whatever_the_grid(shape)
 
 
 def test_one_volume_drawn_again_and_again_has_no_diversity():
-    [volume] = blobs(1, 0)
-    assert mean_pairwise_ms_ssim([volume] * 3) == pytest.approx(1.0, abs=1e-5)
+    assert mean_pairwise_ms_ssim(blobs(1, 0) * 3) == pytest.approx(1.0, abs=1e-5)
     assert mean_pairwise_ms_ssim(blobs(14, 1)) < 0.9
 
 
-def test_the_nearest_is_found_with_its_rms_distance():
+def test_the_nearest_is_found_with_its_rms_distance_which_is_none_for_copies():
     others = torch.tensor([[0.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     distances, indices = nearest(torch.tensor([[3.0, 0.0]], dtype=torch.float64), others)
-    assert indices.tolist() == [1]
-    assert distances.tolist() == pytest.approx([1 / math.sqrt(2)])
-
-
-def test_copies_are_at_no_distance_however_many_vectors_there_are():
+    assert (indices.tolist(), distances.tolist()) == ([1], pytest.approx([1 / math.sqrt(2)]))
     others = torch.rand((40, 4096), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     distances, indices = nearest(others[:30], others)
     assert distances.tolist() == [0.0] * 30
     assert indices.tolist() == list(range(30))
 
 
-def make_reference() -> tuple[Reference, list[torch.Tensor]]:
-    training, held_out = blobs(10, 0), blobs(6, 1)
+def make_reference(held_out: list[torch.Tensor], training: list[torch.Tensor]) -> Reference:
     vectors = [torch.stack([summary_vector(v) for v in volumes]) for volumes in (held_out, training)]
-    return Reference(held_out, vectors[0], vectors[1], tuple(f"t{i}" for i in range(10))), training
+    return Reference(held_out, vectors[0], vectors[1], tuple(f"t{i}" for i in range(len(training))))
 
 
 def test_samples_that_copy_training_volumes_are_counted_and_named():
-    reference, training = make_reference()
-    result = evaluate_samples([*blobs(3, 2), training[7] + 1e-3], reference)
+    training = blobs(10, 0)
+    result = evaluate_samples([*blobs(3, 2), training[7] + 1e-3], make_reference(blobs(6, 1), training))
     assert result["num_memorised"] == 1
     assert result["nearest_training"][3]["training_volume"] == "t7"
     assert result["nearest_training"][3]["ratio"] < 0.1
@@ -104,18 +99,16 @@ def test_the_interval_of_a_mean_holds_the_truth_19_times_in_20_however_few_the_v
     assert all(math.isnan(end) for end in mean_interval([1.0]))
 
 
-def test_anchors_rank_as_they_should():
-    held_out, training = blobs(12, seed=1, offset=0.3), blobs(30, seed=2, offset=0.3)
-    reference = Reference(
-        held_out,
-        torch.stack([summary_vector(volume) for volume in held_out]),
-        torch.stack([summary_vector(volume) for volume in training]),
-        tuple(map(str, range(30))),
-    )
-    noise = [torch.rand(volume.shape, generator=torch.Generator().manual_seed(3)) for volume in training[:10]]
-    found = evaluate_anchors({"training": training[:10], "noise": noise, "too few": training[:1]}, reference)
-    assert list(found) == ["training", "noise"]
-    assert found["noise"]["laplacian_kurtosis"] < found["training"]["laplacian_kurtosis"]
+@pytest.mark.parametrize(("num", "warns"), [(2, True), (5, False)])
+def test_samples_too_few_for_a_covariance_are_said_to_be(caplog, num, warns):
+    def features(volumes, what):
+        return [[volume.flatten()[None, :4].double()] for volume in volumes]
+
+    reference = make_reference(blobs(8, 1), blobs(3, 2))
+    network: Any = SimpleNamespace(features=features)
+    reference = replace(reference, network=network, held_out_features=features(reference.held_out, ""))
+    assert evaluate_samples(blobs(num, 3), reference)["fid"] > 0
+    assert ("2 rows cannot determine the covariance of 4 features, so FID is too high" in caplog.text) == warns
 
 
 def test_a_silent_network_leaves_samples_as_they_start():
@@ -127,7 +120,7 @@ def test_a_silent_network_leaves_samples_as_they_start():
 
 
 def test_training_volumes_whose_reconstructions_are_not_finite_are_an_error(monkeypatch):
-    monkeypatch.setattr("evaluation.samples.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
+    monkeypatch.setattr("evaluation.quality.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
     codec: Any = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
     file: Any = SimpleNamespace(name="a.nii")
     with pytest.raises(CheckpointError, match=r"a\.nii: the networks gave values that are not finite"):
@@ -141,3 +134,5 @@ def test_the_laplacian_of_noise_is_gaussian_and_that_of_a_box_is_not():
     box[:, 6:18, 6:18, 6:18] = 0.9
     assert laplacian_kurtosis(box) > 6
     assert math.isnan(laplacian_kurtosis(torch.zeros(1, 4, 4, 4)))
+    reference = make_reference([box, box.flip(1)], [box])
+    assert compared([noise.clamp(0, 1)] * 2, reference)["laplacian_kurtosis"] < 0.6
