@@ -1,6 +1,6 @@
 """Networks and their builders."""
 
-import models.monai_import  # noqa: F401  # first: the others import MONAI
+import models.monai_import  # first: the others import MONAI
 
 # isort: split
 from models.autoencoder import LeanAutoencoder, build_autoencoder

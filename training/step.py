@@ -53,7 +53,7 @@ class TrainingStep(ABC):
         self.updaters[name] = Updater(
             name, network, learning_rate, self.training, self.precision, self.schedule, uses_muon
         )
-        if name == self.stage and self.training.averages_weights:
+        if name == self.stage and self.training.ema_decay != 0:
             self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)
 

@@ -11,7 +11,7 @@ from memory.ladder.walk import Ladder
 from memory.predict.prediction import GIB, Prediction
 from memory.predict.text import CPU_TIME, dominant_text, gib, table
 from settings import dump_short, known_keys, look_up
-from settings.writing import value_text
+from settings.yaml_reader import value_text
 
 
 def promise(same_mathematics: bool) -> str:

@@ -19,7 +19,7 @@ from memory.predict.prediction import GIB
 from models import build_autoencoder, build_unet
 from runtime.files import counted, printable
 from settings import Settings, dump_short
-from settings.writing import value_text
+from settings.yaml_reader import value_text
 
 AXES = "xyz"
 SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"

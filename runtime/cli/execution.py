@@ -20,7 +20,7 @@ from types import FrameType
 from runtime.cli.arguments import check_output_file, overrides_of
 from runtime.files import printable
 from settings.errors import UserError
-from settings.writing import dump_with_origins
+from settings.load import dump_with_origins
 
 STEP_LINES = "steps"
 """The logger of plain lines about training steps, which a terminal leaves out because it shows a bar."""
