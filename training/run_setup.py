@@ -20,7 +20,6 @@ import torch
 from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
-from runtime import cublas
 from runtime.files import (
     LATENTS,
     PREPARED,
@@ -33,6 +32,7 @@ from runtime.files import (
     used_caches,
     write_text,
 )
+from runtime.precision import cublas_config
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from settings.ldm import SchedulerSettings
@@ -133,7 +133,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cublas_workspace": cublas.workspace_config(),
+        "cublas_workspace": cublas_config(),
     }
     if volumes is not None:
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from runtime.files import RunFolder
 from runtime.observer import phase
-from runtime.placement import move
-from runtime.precision import Precision
+from runtime.precision import Precision, move
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings, TrainingSettings

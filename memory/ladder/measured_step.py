@@ -34,13 +34,13 @@ def measure_in_process(settings: Settings, stage: Stage) -> int | None:
 
 def main() -> None:
     """Make two updates on zeros on the GPU, the second with optimizer states, and print the peak."""
-    from runtime import cublas
+    from runtime.precision import limit_cublas
 
     request = json.loads(sys.stdin.read())
     settings, stage = Settings.model_validate(request["settings"]), request["stage"]
     if settings.device.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
-    cublas.limit_workspaces()
+    limit_cublas()
     import torch
 
     from memory.predict.step import build_step, fullest_step

@@ -17,8 +17,7 @@ from models.host_memory import announce_offloaded, offloaded_bytes
 from models.lean.host_volumes import HostMemoryError
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
 from runtime.observer import MemoryObserver, observed_by
-from runtime.placement import move
-from runtime.precision import Precision
+from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
