@@ -30,7 +30,13 @@ class Precision:
 
     def __init__(self, settings: DeviceSettings, device: torch.device, has_bfloat16: bool | None = None) -> None:
         self.device = device
-        self.dtype = _choose_dtype(settings, device, has_bfloat16)
+        self.dtype: torch.dtype | None = None
+        if settings.is_half(on_cpu=device.type == "cpu"):
+            if settings.amp_dtype != "auto":
+                has_bfloat16 = settings.amp_dtype == "bfloat16"
+            elif has_bfloat16 is None:
+                has_bfloat16 = computes_bfloat16(device)
+            self.dtype = torch.bfloat16 if has_bfloat16 else torch.float16
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -78,15 +84,6 @@ def computes_bfloat16(device: torch.device) -> bool:
     GPUs before Ampere emulate it slowly, and their attention falls back to one that builds its N x N matrix.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _choose_dtype(settings: DeviceSettings, device: torch.device, has_bfloat16: bool | None) -> torch.dtype | None:
-    if not settings.is_half(on_cpu=device.type == "cpu"):
-        return None
-    if settings.amp_dtype == "auto":
-        has_bfloat16 = computes_bfloat16(device) if has_bfloat16 is None else has_bfloat16
-        return torch.bfloat16 if has_bfloat16 else torch.float16
-    return torch.bfloat16 if settings.amp_dtype == "bfloat16" else torch.float16
 
 
 def cublas_config() -> str:

@@ -380,5 +380,5 @@ class ConditioningSettings(Section):
             yield Problem(where, found, "allowed: 1", "set 1", ("ldm.conditioning.type",))
         elif scale != 1 and self.dropout == 0:
             found = f"{scale:g} with conditioning dropout 0, so the network never learns to predict without a condition"
-            others = (*self.kinds, "ldm.conditioning.dropout")
-            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", others)
+            sources = (*self.kinds, "ldm.conditioning.dropout")
+            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", sources)

@@ -245,8 +245,8 @@ def _ldm(ldm: LdmSettings) -> Problems:
     for channels, attends, head in zip(unet.num_channels, attending, unet.head_channels, strict=False):
         if attends and (head == 0 or channels % head):
             found = f"{head} does not divide the {channels} channels of a level with attention"
-            sources = ("ldm.unet.num_channels", "ldm.unet.attention_levels")
-            yield Problem("ldm.unet.num_head_channels", found, _divisors(channels), "set one of them", sources)
+            others = ("ldm.unet.num_channels", "ldm.unet.attention_levels")
+            yield Problem("ldm.unet.num_head_channels", found, _divisors(channels), "set one of them", others)
     fits = ("rflow", "heun", "dpmpp_2m") if scheduler.type == "rflow" else ("ddim", "ddpm", "dpmpp_2m")
     if sampling.sampler not in fits:
         found = f"{sampling.sampler} cannot sample from scheduler type {scheduler.type}"

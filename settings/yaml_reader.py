@@ -33,7 +33,7 @@ def _add_scalar(kind: str, pattern: str, first: str, make: Callable[[str], Any] 
     tag = f"tag:yaml.org,2002:{kind}"
     _Loader.add_implicit_resolver(tag, re.compile(f"^(?:{pattern})$"), [*first, *([] if make else [""])])
     if make is not None:
-        _Loader.add_constructor(tag, lambda loader, node: make(str(loader.construct_scalar(node)).lower()))
+        _Loader.add_constructor(tag, lambda loader, node: make(str(node.value).lower()))
 
 
 _add_scalar("null", r"~|null|Null|NULL|", "~nN")

@@ -3,6 +3,7 @@
 from runtime.cli.arguments import (
     above_zero,
     add_config,
+    add_run_options,
     add_training,
     at_least,
     check_output_file,

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from settings.errors import ConfigError, Problem, UserError
 
@@ -93,6 +94,25 @@ def above_zero(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
+
+
+RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "--run": {"required": True, "metavar": "DIR", "help": "folder of a run, finished or not"},
+    "--best": {"action": "store_true", "help": "use the weights of the best validation (default: the last weights)"},
+    "--steps": {"type": at_least(1), "help": "steps from noise to latent (default: as configured)"},
+    "--guidance-scale": {"type": at_least(0.0), "help": "values above 1 follow the conditions more closely"},
+    "--seed": {"type": at_least(0), "default": 0, "help": "seed of the samples (default: 0)"},
+    "--budget-gb": {
+        "type": at_least(0.0),
+        "help": "smaller batches and slabs if more memory than this is needed (default: the free memory)",
+    },
+}
+
+
+def add_run_options(target: argparse.ArgumentParser, *names: str) -> None:
+    """Add these of the options that several commands for trained runs take."""
+    for name in names:
+        target.add_argument(name, **RUN_OPTIONS[name])
 
 
 def check_output_file(path: str | Path, option: str = "--json", inputs: Iterable[str | Path] = ()) -> None:
