@@ -147,7 +147,7 @@ def test_an_impossible_latent_scale_is_refused(run, scale, capsys):
     refused(capsys, [*command, f"--latent-scale={scale}"], f"'{scale}' is not a finite number above 0")
     for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", 1e40):
         torch.save({"unet": state, "scale_factor": value}, "unet.pt")
-        refused(capsys, [*command], "unet.pt: its scale_factor is", "a finite number above 0 is needed")
+        refused(capsys, [*command], "unet.pt: its scale_factor, by which", "a finite number above 0 is needed")
     assert not Path("imported").exists()
 
 
@@ -239,10 +239,9 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
     values = json.loads(Path("e.json").read_text(), parse_constant=refuse)
     assert 0 < values["reconstruction"]["mean"]["ms_ssim"] <= 1
     assert values["samples"]["num_memorised"] is values["samples"]["laplacian_kurtosis"] is None
-    assert "three voxels" in values["undefined"]["samples.laplacian_kurtosis"]
     assert "val_skill" not in values["skill"]
-    assert "identical" in values["undefined"]["samples.nearest_training.0.ratio"]
-    assert "nan: the held-out volumes are identical" in capsys.readouterr().err
+    assert {"samples.laplacian_kurtosis", "samples.nearest_training.0.ratio"} <= set(values["undefined"])
+    assert "; volumes that are identical or constant" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)
