@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two, values
+from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two
 from tests.faults.runs import checkpoints, free_port, losses, num_lines, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,24 +63,6 @@ def test_ranks_that_would_train_differently_are_refused_with_one_sentence(start,
     texts = [rank.output for rank in ranks]
     assert sum(said in text for text in texts) == 1, texts
     assert "Traceback" not in "".join(texts)
-
-
-def test_ranks_with_another_number_of_threads_are_refused(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values()))
-    command, port = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml"], free_port()
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, **rank_of_two(rank, port), "OMP_NUM_THREADS": str(rank + 1)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert sum("number of threads: 1 on rank 0 and 2 on rank 1; start all ranks alike" in text for text in said) == 1
 
 
 def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_path):
