@@ -74,22 +74,19 @@ def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_pat
     assert all(f"stopped after step {saved};" in command.output for command in commands)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what_to_do(warm, start, tmp_path, rank):
+def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what_to_do(start):
     # As torchrun does it: the store belongs to none of the processes.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    together["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    arguments = [rank, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml", "--on-oom", "next-rung"]
+    shared = {"signalled": "MemoryError", "moment": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     commands = [
-        warm(
-            tmp_path,
-            "tests/faults/train_without_memory.py",
-            *arguments,
-            output=tmp_path / f"output_{each}.log",
-            **together | {"RANK": each, "LOCAL_RANK": each},
+        start(
+            "autoencoder",
+            "--on-oom",
+            "next-rung",
+            output=f"output_{rank}.log",
+            **shared | rank_of_two(rank, store.port),
         )
-        for each in ("0", "1")
+        for rank in range(2)
     ]
     assert [command.wait() for command in commands] == [3, 3], [command.output for command in commands]
     output = commands[0].output + commands[1].output
