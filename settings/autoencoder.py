@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,14 +15,13 @@ from settings.section import (
     Channels,
     Count,
     CountOrZero,
+    NetworkSettings,
     PathText,
     PerAxis,
     PerLevel,
     Section,
     TrainingSettings,
     key,
-    num_norm_groups,
-    per_level,
     section,
     with_default,
 )
@@ -126,8 +125,10 @@ class AutoencoderTraining(TrainingSettings):
         return self.trainable == "all"
 
 
-class AutoencoderSettings(Section):
+class AutoencoderSettings(NetworkSettings):
     """The `autoencoder` section."""
+
+    fewest_channels_per_group: ClassVar[int] = 2
 
     implementation: Literal["lean", "monai"] = key("lean", "Memory-lean blocks, or MONAI's stock blocks.", SAME)
     pretrained: PathText | None = key(
@@ -170,11 +171,6 @@ class AutoencoderSettings(Section):
     training: AutoencoderTraining = section(AutoencoderTraining, "Training of stage 1.")
 
     @property
-    def num_groups(self) -> int:
-        """Return the number of groups of each GroupNorm."""
-        return num_norm_groups(self.norm_num_groups, self.num_channels, 2)
-
-    @property
     def value_range(self) -> Literal["symmetric", "unit"]:
         """Return the range of volumes inside the network: [-1, 1] or [0, 1]."""
         return "symmetric" if self.variant == "monai" else "unit"
@@ -183,11 +179,6 @@ class AutoencoderSettings(Section):
     def upsampling(self) -> Literal["nearest", "trilinear"]:
         """Return how the decoder enlarges volumes."""
         return "trilinear" if self.variant == "maisi" else "nearest"
-
-    @property
-    def res_blocks(self) -> tuple[int, ...]:
-        """Return the number of residual blocks of each level."""
-        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def has_middle_attention(self) -> bool:

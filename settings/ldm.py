@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,13 +15,12 @@ from settings.section import (
     Channels,
     Count,
     Decay,
+    NetworkSettings,
     PathText,
     PerLevel,
     Section,
     TrainingSettings,
     key,
-    num_norm_groups,
-    per_level,
     section,
     with_default,
 )
@@ -29,8 +28,11 @@ from settings.section import (
 Heads = Annotated[int, Field(ge=0, le=2**16)]
 
 
-class UNetSettings(Section):
+class UNetSettings(NetworkSettings):
     """The diffusion U-Net."""
+
+    fewest_channels_per_group: ClassVar[int] = 4
+    """Timestep and class enter as a constant added to each channel, which normalising single channels would remove."""
 
     num_channels: PerLevel[Channels] = key((64, 128, 256), "Channels of each level, highest resolution first.")
     num_res_blocks: Blocks | PerLevel[Blocks] = key(
@@ -51,20 +53,6 @@ class UNetSettings(Section):
         "GroupNorm groups; auto: the largest number up to 32 that divides every entry of num_channels, with at "
         "least 4 channels per group.",
     )
-
-    @property
-    def num_groups(self) -> int:
-        """Return the number of groups of each GroupNorm.
-
-        Timestep and class enter as a constant added to each channel. Normalising single channels would remove it, so a
-        group has several channels.
-        """
-        return num_norm_groups(self.norm_num_groups, self.num_channels, 4)
-
-    @property
-    def res_blocks(self) -> tuple[int, ...]:
-        """Return the number of residual blocks of each level."""
-        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def head_channels(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from settings.autoencoder import AutoencoderSettings
 from settings.data import DataSettings, intensity_problems
 from settings.errors import ConfigError, Problem, Problems
 from settings.ldm import LdmSettings
-from settings.section import FOLDER_NAME, FREE, SAME, Section, TrainingSettings, assign, key, overlap, section
+from settings.section import FREE, SAME, FolderName, Section, TrainingSettings, assign, key, overlap, section
 
 # 1 PiB: more than any machine has, and well below the 63 bits in which torch counts bytes.
 LARGEST_ACTIVATION_BYTES = 2**50
@@ -48,14 +48,7 @@ class DeviceSettings(Section):
 class Settings(Section):
     """A validated configuration: one run, both stages."""
 
-    name: str = key(
-        "run",
-        "Outputs go to the folder of this name in runs/.",
-        FREE,
-        pattern=FOLDER_NAME,
-        min_length=1,
-        max_length=60,  # characters of up to 4 bytes, of which a folder's name has 255 at most
-    )
+    name: FolderName = key("run", "Outputs go to the folder of this name in runs/.", FREE)
     seed: int = key(42, "Determines the initial weights, the batch order and the noise.", ge=0, lt=2**32)
     data: DataSettings = section(DataSettings, "The volumes to train on.")
     autoencoder: AutoencoderSettings = section(AutoencoderSettings, "Stage 1: the autoencoder.")

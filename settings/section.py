@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -66,7 +66,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 WITHOUT_NUL = r"^[^\x00]*$"
-FOLDER_NAME = r"^[\w][\w.-]*$"
+# Characters of up to 4 bytes, of which a folder's name has 255 at most.
+FolderName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w][\w.-]*$")]
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
 
@@ -102,20 +103,24 @@ def overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def num_norm_groups(asked: int | str, channels: tuple[int, ...], fewest_channels: int) -> int:
-    """Return the groups of each GroupNorm; for auto the most up to 32 that divide every channel count.
+class NetworkSettings(Section):
+    """What follows from the keys that autoencoder and U-Net share: `num_channels`, one for each level, and others."""
 
-    A group then has at least `fewest_channels` channels.
-    """
-    if isinstance(asked, int):
-        return asked
-    most = max(1, min(32, min(channels) // fewest_channels))
-    return max(n for n in range(1, most + 1) if all(c % n == 0 for c in channels))
+    fewest_channels_per_group: ClassVar[int]
 
+    @property
+    def num_groups(self: Any) -> int:
+        """Return the groups of each GroupNorm; for auto the most up to 32 that divide every channel count."""
+        if isinstance(self.norm_num_groups, int):
+            return self.norm_num_groups
+        most = max(1, min(32, min(self.num_channels) // self.fewest_channels_per_group))
+        return max(n for n in range(1, most + 1) if all(c % n == 0 for c in self.num_channels))
 
-def per_level(value: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:
-    """Return one number for each level, from one number for all levels or from a list."""
-    return (value,) * num_levels if isinstance(value, int) else value
+    @property
+    def res_blocks(self: Any) -> tuple[int, ...]:
+        """Return the number of residual blocks of each level."""
+        blocks = self.num_res_blocks
+        return (blocks,) * len(self.num_channels) if isinstance(blocks, int) else blocks
 
 
 class TrainingSettings(Section):
