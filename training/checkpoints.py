@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from runtime.cli.execution import DISK_ERRORS
 from runtime.files import check_regular, put_in_place, reason, temporary_beside
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
@@ -58,10 +57,9 @@ class Checkpoints:
                 path = self.folder / f"{stem}_{digest[:16]}.pt"
                 put_in_place(temporary, path)
         except OSError as error:
-            why = DISK_ERRORS.get(error.errno or 0, reason(error))
             raise TrainingError(
-                f"{self.folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are "
-                "untouched; free disk space or choose another name, then run the same command again"
+                f"{self.folder}: the checkpoint of step {step} could not be written ({reason(error)}); "
+                "earlier checkpoints are untouched; free disk space or choose another name, then run the same command again"
             ) from error
         self._remove_old(path)
         return path

@@ -28,12 +28,8 @@ OUT_OF_MEMORY = 3
 INTERRUPTED = 130
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the disk is read-only",
-}
-# Errors about the path itself: a folder in place of a file or the reverse, a name too long, no permission.
+# The disk is full or read-only; a folder in place of a file or the reverse, a name too long, no permission.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
 
 
@@ -63,12 +59,10 @@ def _exit_code(main: Callable[[argparse.Namespace], int | None], options: argpar
     except UserError as error:
         return _report(error)
     except OSError as error:
-        if error.errno in PATH_ERRORS and error.filename:
-            return _report(UserError(f"{error.filename}: {error.strerror}; make it usable, or give another path"))
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in DISK_ERRORS and not (error.errno in PATH_ERRORS and error.filename):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
+        return _report(UserError(f"{where}{error.strerror}; make room there or give another path, then run it again"))
     except (MemoryError, RuntimeError) as error:
         if "no kernel image" in str(error):
             way_out = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
