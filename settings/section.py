@@ -55,10 +55,12 @@ MOST_STEPS = 2**31 - 1
 # YAML has lists and frozen settings hold tuples, so the container is converted; its elements are checked strictly.
 Entry = TypeVar("Entry")
 PerChannel = Annotated[tuple[Entry, ...], Field(strict=False, min_length=1, max_length=1024)]
-PerLevel = Annotated[tuple[Entry, ...], Field(strict=False, min_length=1, max_length=MOST_LEVELS)]
-PerAxis = Annotated[tuple[Entry, ...], Field(strict=False, min_length=3, max_length=3)]
-Triple = Annotated[PerAxis[Annotated[int, Field(ge=1, le=LARGEST_AXIS)]], BeforeValidator(_split)]
-TripleMm = Annotated[PerAxis[Annotated[float, Field(ge=1e-6, le=1e6)]], BeforeValidator(_split)]
+PerLevel = Annotated[
+    tuple[Entry, ...], Field(strict=False, min_length=1, max_length=MOST_LEVELS), BeforeValidator(_split)
+]
+PerAxis = Annotated[tuple[Entry, ...], Field(strict=False, min_length=3, max_length=3), BeforeValidator(_split)]
+Triple = PerAxis[Annotated[int, Field(ge=1, le=LARGEST_AXIS)]]
+TripleMm = PerAxis[Annotated[float, Field(ge=1e-6, le=1e6)]]
 Channels = Annotated[int, Field(ge=1, le=2**16)]
 Blocks = Annotated[int, Field(ge=1, le=64)]
 BlocksOrZero = Annotated[int, Field(ge=0, le=64)]

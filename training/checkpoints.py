@@ -59,7 +59,7 @@ class Checkpoints:
         except OSError as error:
             raise TrainingError(
                 f"{self.folder}: the checkpoint of step {step} could not be written ({reason(error)}); "
-                "earlier checkpoints are untouched; free disk space or choose another name, then run the same command again"
+                "earlier checkpoints are untouched; make room or choose another name, then run the same command again"
             ) from error
         self._remove_old(path)
         return path

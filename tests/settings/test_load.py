@@ -235,6 +235,8 @@ def test_overrides_are_parsed_and_checked_like_the_file(tmp_path):
     for grid in ("32x48x32", "32,48,32", "32, 48, 32", "32 x 48 x 32", "[32, 48, 32]"):
         assert load_settings(write(tmp_path, ""), [f"data.voxel_size={grid}"]).data.voxel_size == (32, 48, 32)
     assert load_settings(write(tmp_path, ""), ["data.spacing=1x1.5x3.0"]).data.spacing == (1.0, 1.5, 3.0)
+    channels = load_settings(write(tmp_path, ""), ["autoencoder.num_channels=16,32,64"]).autoencoder.num_channels
+    assert channels == (16, 32, 64)
 
 
 def test_settings_are_frozen():
