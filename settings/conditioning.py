@@ -24,11 +24,13 @@ class ConditionSection(Section):
 
     describes_volume: ClassVar[bool] = True
     """Whether it says what a sample should look like, so that it can be compared with a volume."""
+    switch: ClassVar[str]
+    """What is 0, none or empty unless samples are conditioned on it."""
 
     @property
     def is_used(self) -> bool:
         """Return whether samples are conditioned on it."""
-        raise NotImplementedError
+        return getattr(self, self.switch) not in (0, "none", ())
 
     @property
     def is_ever_hidden(self) -> bool:
@@ -60,15 +62,11 @@ def _incomplete(where: str, **is_set: bool) -> Problems:
 class LabelMapSettings(ConditionSection):
     """Label maps, concatenated to the noisy latent as the share of each label value in each voxel of the latent."""
 
+    switch: ClassVar[str] = "num_classes"
     source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
     num_classes: Literal[0] | Annotated[int, Field(ge=2, le=1024)] = key(
         0, "Number of label values, with the background: they run from 0 to one less; 0: no label maps."
     )
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return self.num_classes > 0
 
     def num_concatenated(self, latent_channels: int) -> int:
         """Return the number of channels that are concatenated to a noisy latent."""
@@ -122,6 +120,7 @@ class DegradeSettings(Section):
 class VolumeSettings(ConditionSection):
     """Another volume of the same case, concatenated to the noisy latent with a channel of which part is known."""
 
+    switch: ClassVar[str] = "encoding"
     encoding: Literal["none", "autoencoder", "resample"] = key(
         "none",
         "How a volume gets to the latent grid: encoded by the frozen autoencoder, or averaged as it is; none: unused.",
@@ -135,11 +134,6 @@ class VolumeSettings(ConditionSection):
     num_channels: Count = key(1, "Channels of the other volumes.", le=1024)
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling of the other volumes.")
     degrade: DegradeSettings = section(DegradeSettings, "What is taken from the target, if the source is target.")
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return self.encoding != "none"
 
     @property
     def is_from_target(self) -> bool:
@@ -189,6 +183,7 @@ Columns = Annotated[tuple[Column, ...], Field(strict=False, max_length=64)]
 class TabularSettings(ConditionSection):
     """Columns of a table, embedded and added to the embedding of the timestep."""
 
+    switch: ClassVar[str] = "columns"
     table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
     continuous: Columns = key((), "Columns of numbers, such as age; standardised by the training volumes.")
     categorical: Columns = key((), "Columns of words, such as sex or scanner.")
@@ -197,11 +192,6 @@ class TabularSettings(ConditionSection):
     def columns(self) -> tuple[str, ...]:
         """Return the names of all columns in the order of their code."""
         return (*self.continuous, *self.categorical)
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return bool(self.columns)
 
     @property
     def embedded_numbers(self) -> dict[str, int]:

@@ -172,7 +172,7 @@ def test_quickstart_on_two_hosts_has_the_losses_of_one_process(tmp_path, hosts):
         expected = losses(alone, stage, term)
         assert len(expected) == 4
         torch.testing.assert_close(losses(together, stage, term), expected, rtol=1e-5, atol=0)
-    sample = [sys.executable, ROOT / "scripts/sample.py", "--run", "runs/tiny", "--num", "2", "--out", "samples"]
+    sample = [sys.executable, str(ROOT / "scripts/sample.py"), "--run", "runs/tiny", "--num", "2", "--out", "samples"]
     for folder in (alone, together):
         subprocess.run(sample, cwd=folder, env=environment, check=True)
         assert len(list((folder / "samples").glob("*.nii.gz"))) == 2
