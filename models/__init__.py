@@ -15,7 +15,7 @@ EXTRAS = (
 _hidden = [name for name in EXTRAS if name not in sys.modules]
 sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]
 try:
-    import monai  # noqa: F401
+    import monai
 finally:
     for _name in _hidden:
         del sys.modules[_name]

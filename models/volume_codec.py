@@ -19,8 +19,7 @@ from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from models.lean.rows import GIB, HostMemoryError, HostSpace, host_bytes
 from runtime.cli.bars import ProgressBar
 from runtime.observer import memory_observer
-from runtime.placement import move
-from runtime.precision import Precision
+from runtime.precision import Precision, move
 from runtime.processes import Process
 from settings import AutoencoderSettings, Settings
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime import cublas
 from runtime.cli import OUT_OF_MEMORY
-from runtime.precision import ONEDNN_LIMIT, Precision, computes_bfloat16, onednn_limit
+from runtime.precision import ONEDNN_LIMIT, Precision, computes_bfloat16, limit_cublas, onednn_limit
 from settings import ConfigError, DeviceSettings, Problem, Settings, TrainingError, UserError, known_keys
 from settings.section import look_up
 
@@ -81,13 +80,10 @@ class Process:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process; no process may keep the others waiting for long."""
-        return self._any(flag, self.control)
-
-    def _any(self, flag: bool, group: Any) -> bool:
         if self.world_size == 1:
             return flag
         value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
         return bool(value)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -131,11 +127,11 @@ class Process:
             if error is not None:
                 raise error
             return
-        if not self._any(error is not None, self.patient):
-            return
         mine = None if error is None else (urgency, self.rank, str(error), error.exit_code)
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, mine, group=self.patient)
+        if not any(gathered):
+            return
         _, rank, text, exit_code = min(entry for entry in gathered if entry is not None)
         if rank != self.rank or error is None:
             error = TrainingError(text)
@@ -157,74 +153,34 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     Also limits what the libraries of the device may do, which they read when they start.
     """
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        if settings.type == "auto" and torch.version.cuda is not None and not _is_hidden():
+        if settings.type == "auto" and torch.version.cuda is not None:
             log.warning(
-                "training runs on the CPU: this torch is built for CUDA %s and finds no GPU that it can use (%s); "
-                "check nvidia-smi, or install torch and torchvision built for an older CUDA (pytorch.org has the "
-                "command); device.type=cpu silences this",
+                "training runs on the CPU: this torch is built for CUDA %s and finds no GPU that it can use; check "
+                "nvidia-smi, or install torch and torchvision built for an older CUDA (pytorch.org has the command); "
+                "device.type=cpu silences this",
                 torch.version.cuda,
-                _reason_against_cuda(),
             )
         os.environ[ONEDNN_LIMIT] = onednn_limit(settings)
         if settings.is_half(on_cpu=True):
-            log.warning(
-                "%s is many times slower than float32 on a CPU; leave device.amp_dtype at auto", settings.amp_dtype
-            )
+            log.warning("16 bits are many times slower than float32 on a CPU; leave device.amp_dtype at auto")
         elif settings.mixed_precision:
             log.info("on a CPU training runs in float32, which is faster there than mixed precision")
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        found = "cuda, but torch sees no GPU"
-        raise ConfigError([Problem("device.type", found, "", "set device.type=cpu, or check the driver")])
-    if local_rank >= torch.cuda.device_count():
-        found = f"local rank {local_rank} on a machine with {torch.cuda.device_count()} GPUs"
-        raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes per machine")])
-    if problem := unsupported(torch.cuda.get_device_capability(local_rank), torch.cuda.get_arch_list()):
-        name = torch.cuda.get_device_name(local_rank)
-        advice = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
-        raise ConfigError([Problem("device.type", f"{name}, {problem}", "", advice)])
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        found = f"cuda for local rank {local_rank}, and torch sees {torch.cuda.device_count()} GPUs"
+        remedy = "set device.type=cpu, check the driver, or start fewer processes per machine"
+        raise ConfigError([Problem("device.type", found, "", remedy)])
     device = torch.device("cuda", local_rank)
     if settings.mixed_precision and settings.amp_dtype == "bfloat16" and not computes_bfloat16(device):
         found = f"bfloat16 on {torch.cuda.get_device_name(local_rank)}, which emulates it and has no attention for it"
         raise ConfigError([Problem("device.amp_dtype", found, "", "set auto, which chooses float16 there")])
-    cublas.limit_workspaces()
+    limit_cublas()
     return device
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or the machine type of the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def unsupported(capability: tuple[int, int], architectures: Sequence[str]) -> str:
-    """Return why a build of torch has no kernels for a GPU of this compute capability, or "" if it has.
-
-    Machine code (sm_86) serves later minor versions of its major one; code for any GPU (compute_90) all later ones.
-    """
-    major, minor = capability
-    for name in architectures:
-        kind, _, digits = name.partition("_")
-        number = digits.rstrip("af")
-        own = (int(number[:-1]), int(number[-1]))
-        is_exact = number != digits
-        if own == capability or (not is_exact and own < capability and (kind == "compute" or own[0] == major)):
-            return ""
-    built = ", ".join(name for name in architectures if name.startswith("sm_"))
-    return f"compute capability {major}.{minor}, for which this torch has no kernels (it has {built})"
-
-
-def _is_hidden() -> bool:
-    """Return whether the user hides all GPUs on purpose."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
-
-
-def _reason_against_cuda() -> str:
-    """Return in torch's words why it cannot use a GPU."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0].rstrip(".")
-    return "no GPU"
 
 
 @contextmanager
@@ -259,12 +215,12 @@ def processes(settings: Settings) -> Iterator[Process]:
     except UserError as error:
         if error.is_reported_by_another_rank is None:
             error.is_reported_by_another_rank = not _is_first_report(store, str(error))
-        _publish_exit_code(store, error.exit_code)
+        _answer(partial(store.set, "exit code", str(error.exit_code)), None)
         raise
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            _publish_exit_code(store, OUT_OF_MEMORY)
-        if isinstance(error, MemoryError) or not _is_lost_process(error):
+            _answer(partial(store.set, "exit code", str(OUT_OF_MEMORY)), None)
+        if isinstance(error, MemoryError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         lost = TrainingError(
             "another process of this run ended, or the network to it was cut, so this one stops too; if that process "
@@ -272,8 +228,9 @@ def processes(settings: Settings) -> Iterator[Process]:
             "from the last checkpoint, if any"
         )
         # The process that failed first has usually reported why, which is more useful than this message.
-        lost.is_reported_by_another_rank = _was_anything_reported(store) or not _is_first_report(store, str(lost))
-        lost.exit_code = _published_exit_code(store) or lost.exit_code
+        published = _answer(lambda: store.get("exit code") if store.check(["exit code"]) else None, None)
+        lost.is_reported_by_another_rank = published is not None or not _is_first_report(store, str(lost))
+        lost.exit_code = lost.exit_code if published is None else int(published)
         raise lost from error
     finally:
         # NCCL would wait here for the process that ended.
@@ -292,23 +249,22 @@ def _check_equal(process: Process, settings: Settings) -> None:
     facts |= {
         "precision": Precision(settings.device, process.device, process.has_bfloat16).name,
         "kind of device": process.device.type,
+        # On a CPU another number of threads sums in another order.
+        "number of threads": str(torch.get_num_threads()) if process.device.type == "cpu" else "any",
         "torch": torch.__version__,
         "monai": importlib.metadata.version("monai"),
     }
-    if process.device.type == "cpu":
-        # Another number of threads sums in another order.
-        facts["number of threads"] = str(torch.get_num_threads())
     gathered: list[dict[str, str]] = [{} for _ in range(process.world_size)]
     dist.all_gather_object(gathered, facts, group=process.patient)
-    problems = []
-    for name in sorted(set().union(*gathered)):
-        values = [rank_facts.get(name, "unset") for rank_facts in gathered]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            found = f"{values[0]} on rank 0 and {values[other]} on rank {other}"
-            problems.append(Problem(name, found, "", "start all ranks alike"))
+    first = gathered[0]
+    problems = {
+        name: Problem(name, f"{first[name]} on rank 0 and {value} on rank {rank}", "", "start all ranks alike")
+        for rank, others in enumerate(gathered)
+        for name, value in others.items()
+        if value != first[name]
+    }
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems.values())
 
 
 def number_of_processes() -> int:
@@ -355,10 +311,6 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
     return store, control, patient
 
 
-def _is_lost_process(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
 def _answer(question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
     """Return what the store answers; `otherwise` if it is gone, or behind a cut network, where it never answers."""
     answers: list[_Answer] = []
@@ -381,17 +333,3 @@ def _is_first_report(store: dist.Store, text: str) -> bool:
         return store.add(f"reported {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
 
     return _answer(report, True)
-
-
-def _publish_exit_code(store: dist.Store, exit_code: int) -> None:
-    """Tell the other processes which exit code this one ends with."""
-    _answer(lambda: store.set("exit code", str(exit_code)), None)
-
-
-def _published_exit_code(store: dist.Store) -> int | None:
-    """Return the exit code of the process that failed; None if it published none or the store is gone."""
-    return _answer(lambda: int(store.get("exit code")) if store.check(["exit code"]) else None, None)
-
-
-def _was_anything_reported(store: dist.Store) -> bool:
-    return _answer(lambda: bool(store.check(["reported"])), False)

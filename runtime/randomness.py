@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +26,14 @@ class SampleNoise:
 
     def normal(self, purpose: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return standard normal noise of `shape` for each sample position."""
-        noise = torch.empty((len(positions), *shape), device=self.device)
-        for sample, position in zip(noise, positions, strict=True):
-            self.generator.manual_seed(derive_seed(self.seed, purpose, position))
-            sample.normal_(generator=self.generator)
-        return noise
+        return self._filled(Tensor.normal_, purpose, positions, shape)
 
     def uniform(self, purpose: str, positions: Sequence[int], shape: Sequence[int] = ()) -> Tensor:
         """Return uniform numbers in [0, 1), one or as many as `shape` says, for each sample position."""
+        return self._filled(Tensor.uniform_, purpose, positions, shape)
+
+    def _filled(self, fill: Any, purpose: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:
         numbers = torch.empty((len(positions), *shape), device=self.device)
-        for number, position in zip(numbers, positions, strict=True):
-            self.generator.manual_seed(derive_seed(self.seed, purpose, position))
-            number.uniform_(generator=self.generator)
+        for sample, position in zip(numbers, positions, strict=True):
+            fill(sample, generator=self.generator.manual_seed(derive_seed(self.seed, purpose, position)))
         return numbers

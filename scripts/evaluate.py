@@ -12,21 +12,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import at_least, check_output_file, parser, run, write_output
+from runtime.cli import add_run_options, at_least, check_output_file, parser, run, write_output
 from settings import UserError
 
 log = logging.getLogger("evaluate")
 
 FID_PROTOCOLS = ("radimagenet-2.5d", "medicalnet-3d")
-IDENTICAL = "the held-out volumes are identical or copies of training volumes, so there is no distance to compare with"
-NOT_FINITE = "not a finite number"
-REASONS = {
-    **dict.fromkeys(("ratio", "num_memorised"), IDENTICAL),
-    "interval": "an interval needs two held-out volumes or more",
-    "laplacian_kurtosis": "edges need volumes that are not constant and have three voxels or more along each axis",
-    "sharpness": "the held-out volumes have no detail",
-}
-
 COLUMNS = (
     ("psnr", "PSNR dB", ".2f"),
     ("ssim", "SSIM", ".4f"),
@@ -47,14 +38,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/evaluate.py --run runs/ct --fid medicalnet-3d --fid-weights resnet_50_23dataset.pth",
         ],
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
+    add_run_options(result, "--run", "--steps", "--guidance-scale", "--seed")
     result.add_argument("--json", metavar="FILE", help="also write all numbers as JSON")
     result.add_argument("--num", type=at_least(2), default=16, help="number of samples (default: 16)")
-    result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
-    result.add_argument(
-        "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
-    )
-    result.add_argument("--seed", type=at_least(0), default=0, help="seed of the samples (default: 0)")
     result.add_argument(
         "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
     )
@@ -102,9 +88,13 @@ def main(options: argparse.Namespace) -> int:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     table = _table(results)
     print(table)
-    valid = _without_nan(results)
-    for reason in sorted(set(valid.get("undefined", {}).values())):
-        log.warning("nan: %s", reason)
+    undefined: list[str] = []
+    valid = _without_nan(results, undefined) | ({"undefined": undefined} if undefined else {})
+    if undefined:
+        log.warning(
+            "not a finite number: %s; volumes that are identical or constant, or too few, leave them undefined",
+            ", ".join(undefined),
+        )
     if options.json is not None:
         write_output(options.json, json.dumps(valid, indent=2, allow_nan=False) + "\n")
     try:
@@ -115,95 +105,72 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the results with null in place of NaN and infinity; "undefined" says where they were and why."""
-    undefined: dict[str, str] = {}
-
-    def clean(value: Any, where: str) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(item, f"{where}.{key}" if where else key) for key, item in value.items()}
-        if isinstance(value, list):
-            return [clean(item, f"{where}.{number}") for number, item in enumerate(value)]
-        if isinstance(value, float) and not math.isfinite(value):
-            undefined[where] = next((why for name, why in REASONS.items() if name in where.split(".")), NOT_FINITE)
-            return None
-        return value
-
-    cleaned = clean(results, "")
-    return cleaned | ({"undefined": undefined} if undefined else {})
+def _without_nan(value: Any, undefined: list[str], where: str = "") -> Any:
+    """Return nested results with null in place of NaN and infinity; add to `undefined` where they were."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item, undefined, f"{where}.{key}" if where else key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item, undefined, f"{where}.{number}") for number, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        undefined.append(where)
+        return None
+    return value
 
 
 def _table(results: dict[str, Any]) -> str:
-    """Return the results as text: one line per held-out volume, then the samples."""
+    """Return the results as text: one line per held-out volume, then the samples beside their anchors."""
     from evaluation.quality import effect_lines
     from training.validation.skill import skill_in_words
 
-    rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
-    width = max(len(text) for text in ("reconstruction", *(str(row["volume"]) for row in rows)))
-    columns = [column for column in COLUMNS if column[0] in rows[-1]]
+    reconstruction = results["reconstruction"]
+    rows = {row["volume"]: row for row in reconstruction["volumes"]} | {"mean": reconstruction["mean"]}
+    columns = [column for column in COLUMNS if column[0] in reconstruction["mean"]]
+    for end, text in enumerate(("95 % low", "95 % high")):
+        rows[text] = {name: values[end] for name, values in reconstruction["interval"].items()}
+    width = max(map(len, ("reconstruction", *rows)))
     lines = [f"{'reconstruction':<{width}}  " + " ".join(f"{title:>8}" for _, title, _ in columns)]
-    intervals = results["reconstruction"]["interval"]
-    ends = [
-        {"volume": text, **{name: values[end] for name, values in intervals.items()}}
-        for end, text in enumerate(("95 % low", "95 % high"))
-    ]
-    lines += [
-        f"{row['volume']:<{width}}  " + " ".join(f"{row[name]:8{form}}" for name, _, form in columns)
-        for row in (*rows, *ends)
-    ]
-    lines.append(f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}")
+    for text, row in rows.items():
+        lines.append(f"{text:<{width}}  " + " ".join(f"{row[name]:8{form}}" for name, _, form in columns))
+    sharpness = reconstruction["sharpness"]["gradient_magnitude"]
+    lines.append(f"sharpness of reconstructions: gradients {sharpness:.2f} of real ones")
     if "conditions" in results:
         lines += ["", *effect_lines(results["conditions"])]
     if "samples" in results:
-        number, *others = _sample_lines(results["samples"])
-        skill = results["skill"].get("val_skill")
-        has_holes = results.get("conditions", {}).get("region") == "hole"
-        lines += ["", number, *([] if skill is None else [f"  {skill_in_words(skill, has_holes)}"]), *others]
-        lines += ["", "held-out volumes have 1; good samples are near the reconstructions, not near a Gaussian"]
-        lines += [f"{'':<33}gradients  edge kurtosis"]
+        samples, skill = results["samples"], results["skill"].get("val_skill")
+        closest = min(samples["nearest_training"], key=lambda row: row["ratio"])
+        lines += ["", f"{samples['num']} samples"]
+        if skill is not None:
+            has_holes = results.get("conditions", {}).get("region") == "hole"
+            lines.append(f"  {skill_in_words(skill, has_holes)}")
         lines += [
-            f"  {name:<30} {values['sharpness']['gradient_magnitude']:9.2f} {values['laplacian_kurtosis']:14.2f}"
-            for name, values in {"samples": results["samples"], **results["anchors"]}.items()
-        ]
-    if "fid" in results:
-        lines += [
+            f"  sharpness                     gradients {samples['sharpness']['gradient_magnitude']:.2f} of real ones",
+            f"  MS-SSIM between samples       {samples['pairwise_ms_ssim']:.4f}"
+            f" (between held-out volumes {samples['held_out_pairwise_ms_ssim']:.4f})",
+            f"  with the network switched off correlation {samples['correlation_with_silent_network']:.3f}"
+            " with the same seeds; near 1, the network does nothing",
+            f"  nearest training volume       {closest['ratio']:.2f} of the usual distance "
+            f"({closest['training_volume']}); {samples['num_memorised']} are near-duplicates",
             "",
-            f"{results['fid']['protocol']} against held-out volumes: training volumes show what real ones have",
+            "held-out volumes have 1; good samples are near the reconstructions, not near a Gaussian",
+            f"{'':<33}gradients  edge kurtosis",
         ]
-        lines += [f"{'':<33}FID, 95 %                    KID, 95 %"]
-        lines += [
-            f"  {name:<30} {_with_interval(values, 'fid', '.2f'):<28} {_with_interval(values, 'kid', '.3g')}"
-            for name, values in {"samples": results["samples"], **results["anchors"]}.items()
-        ]
+        shown = {"samples": samples, **results["anchors"]}
+        for name, values in shown.items():
+            gradients, kurtosis = values["sharpness"]["gradient_magnitude"], values["laplacian_kurtosis"]
+            lines.append(f"  {name:<30} {gradients:9.2f} {kurtosis:14.2f}")
+        if "fid" in results:
+            protocol = results["fid"]["protocol"]
+            lines += ["", f"{protocol} against held-out volumes: training volumes show what real ones have"]
+            lines.append(f"{'':<33}FID, 95 %                    KID, 95 %")
+            for name, values in shown.items():
+                fid, kid = (_with_interval(values, *form) for form in (("fid", ".2f"), ("kid", ".3g")))
+                lines.append(f"  {name:<30} {fid:<28} {kid}")
     return "\n".join(lines)
 
 
 def _with_interval(values: dict[str, Any], name: str, form: str) -> str:
     low, high = values[f"{name}_interval"]
     return f"{values[name]:{form}} ({low:{form}} to {high:{form}})"
-
-
-def _sharpness(values: dict[str, Any]) -> str:
-    return f"gradients {values['gradient_magnitude']:.2f} of real ones"
-
-
-def _sample_lines(values: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{values['num']} samples",
-        f"  sharpness                     {_sharpness(values['sharpness'])}",
-        f"  MS-SSIM between samples       {values['pairwise_ms_ssim']:.4f}"
-        f" (between held-out volumes {values['held_out_pairwise_ms_ssim']:.4f})",
-    ]
-    lines.append(
-        f"  with the network switched off correlation {values['correlation_with_silent_network']:.3f} with the same "
-        "seeds; near 1, the network does nothing"
-    )
-    closest = min(values["nearest_training"], key=lambda row: row["ratio"])
-    lines.append(
-        f"  nearest training volume       {closest['ratio']:.2f} of the usual distance ({closest['training_volume']}); "
-        f"{values['num_memorised']} are near-duplicates"
-    )
-    return lines
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ def main(options: argparse.Namespace) -> None:
         ) from None
     arguments = monai_arguments(network, settings)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    if destination.suffix == ".safetensors":
+    is_safetensors = destination.suffix == ".safetensors"
+    if is_safetensors:
         licence = {"licence": metadata["licence"]} if "licence" in metadata else {}
         save_weights(destination, state, {"class": name, "arguments": arguments, **licence})
     else:
         with replacing(destination) as temporary:
             torch.save(state, temporary)
-    is_safetensors = destination.suffix == ".safetensors"
     print(f"import {'safetensors.torch' if is_safetensors else 'torch'}")
     print(f"from {module} import {name}")
     print(f"network = {name}(**{json.loads(json.dumps(arguments))})")
@@ -76,8 +76,11 @@ def main(options: argparse.Namespace) -> None:
     if network == "ldm" and "latent_scale" in metadata:
         values = _sampling(destination, settings, metadata, mean_map)
         print(f"# {values}: what else sampling needs; docs/examples/sample_with_monai.py does it with MONAI alone.")
-    for line in _latents(metadata):
-        print(f"# {line}")
+    if "latent_scale" in metadata and "latent_mean" in metadata:
+        scale, mean = metadata["latent_scale"], metadata["latent_mean"]
+        is_plain = not mean.any() and (scale == scale[0]).all()
+        plain = f"the autoencoder's latents times {float(scale[0]):.7g}." if is_plain else ""
+        print(f"# It takes {plain or '(latent - mean) * scale: latent_mean and latent_scale in that file.'}")
     if mean_map is not None:
         print("# Its last input channels are the mean map, concatenated to every latent: mean_map in that file.")
 
@@ -104,16 +107,6 @@ def _sampling(destination: Path, settings: Settings, metadata: dict[str, Any], m
     texts = {name: json.dumps(value) for name, value in values.items()}
     write_tensors(path, tensors if mean_map is None else {**tensors, "mean_map": mean_map}, texts)
     return path
-
-
-def _latents(metadata: dict[str, Any]) -> list[str]:
-    """Return what a U-Net takes for latents, which neither its class nor its weights say."""
-    scale, mean = metadata.get("latent_scale"), metadata.get("latent_mean")
-    if scale is None or mean is None:
-        return []
-    if not mean.any() and (scale == scale[0]).all():
-        return [f"It takes the autoencoder's latents times {float(scale[0]):.7g}."]
-    return ["It takes (latent - mean) * scale: latent_mean and latent_scale in that file."]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

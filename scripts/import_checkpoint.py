@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> None:
         read_foreign_weights,
         to_our_names,
     )
-    from models.weight_files import save_weights
+    from models.weight_files import load_weights, save_weights
     from training.run_setup import locked
 
     path = Path(options.weights)
@@ -41,8 +41,12 @@ def main(options: argparse.Namespace) -> None:
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
     check_fit(network, state, settings, options.origin, path)
-    if network == "ldm":
-        _check_timesteps(content, settings, path)
+    timesteps, configured = _number_beside(content, "num_train_timesteps"), settings.ldm.scheduler.num_train_timesteps
+    if network == "ldm" and isinstance(timesteps, int | float) and timesteps != configured:
+        raise CheckpointError(
+            f"{path}: was trained with {timesteps} timesteps; ldm.scheduler.num_train_timesteps is {configured}; set "
+            f"ldm.scheduler.num_train_timesteps={timesteps}"
+        )
 
     folder = RunFolder(Path(options.out))
     if folder.config.exists() and load_settings(folder.config) != settings:
@@ -60,42 +64,31 @@ def main(options: argparse.Namespace) -> None:
         normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
         metadata |= {**normalisation.content(), **_sample_frame(settings)}
     with locked(folder):
-        _check_replaced(folder, network)
+        trained = sorted(folder.checkpoints.glob(f"{network}_step_*.pt"))
+        if folder.weights(network).exists() and "imported_from" not in load_weights(folder.weights(network))[1]:
+            trained.append(folder.weights(network))
+        if trained:
+            raise CheckpointError(
+                f"{trained[-1]}: was trained here; only imported weights are replaced; give another folder as --out"
+            )
         save_weights(folder.weights(network), state, metadata)
         if not folder.config.exists():
             write_text(folder.config, dump_yaml(settings))
     number = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), number, len(state))
     log.info("licence, by the name of the file: %s", metadata["licence"])
-    for line in [*_not_in_the_weights(network, settings), *_next_commands(network, folder)]:
+    for line in _not_in_the_weights(network, settings):
         log.info(line)
-
-
-def _next_commands(network: str, folder: RunFolder) -> list[str]:
-    config, run, autoencoder, ldm = (
-        shlex.quote(str(path))
-        for path in (folder.config, folder.path, folder.weights("autoencoder"), folder.weights("ldm"))
+    config, run_folder, autoencoder, ldm = (
+        shlex.quote(str(place))
+        for place in (folder.config, folder.path, folder.weights("autoencoder"), folder.weights("ldm"))
     )
-    finetuned = f"--config {config} name=finetuned"
+    tuned = f"--config {config} name=finetuned"
     if network == "autoencoder":
-        return [f"next: python train_autoencoder.py {finetuned} autoencoder.pretrained={autoencoder}"]
-    sample = f"next: python scripts/sample.py --run {run}"
-    again = f"or fine-tune: python train_ldm.py {finetuned} ldm.autoencoder={autoencoder} ldm.pretrained={ldm}"
-    return [sample, again] if network == "ldm" else []
-
-
-def _check_replaced(folder: RunFolder, network: str) -> None:
-    """Raise `CheckpointError` before weights are replaced that were trained in this folder, or are being trained."""
-    from models.weight_files import load_weights
-
-    path = folder.weights(network)
-    trained = sorted(folder.checkpoints.glob(f"{network}_step_*.pt"))
-    if path.exists() and "imported_from" not in load_weights(path)[1]:
-        trained.append(path)
-    if trained:
-        raise CheckpointError(
-            f"{trained[-1]}: was trained here; only imported weights are replaced; give another folder as --out"
-        )
+        log.info("next: python train_autoencoder.py %s autoencoder.pretrained=%s", tuned, autoencoder)
+    elif network == "ldm":
+        log.info("next: python scripts/sample.py --run %s", run_folder)
+        log.info("or fine-tune: python train_ldm.py %s ldm.autoencoder=%s ldm.pretrained=%s", tuned, autoencoder, ldm)
 
 
 def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
@@ -118,30 +111,13 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
     return lines
 
 
-def _check_timesteps(content: Any, settings: Settings, path: Path) -> None:
-    """Raise unless the number of timesteps beside the weights, as in MAISI's files, is that of the config."""
-    found, configured = _number_beside(content, "num_train_timesteps"), settings.ldm.scheduler.num_train_timesteps
-    if isinstance(found, int | float) and found != configured:
-        raise CheckpointError(
-            f"{path}: was trained with {found} timesteps; ldm.scheduler.num_train_timesteps is {configured}; set "
-            f"ldm.scheduler.num_train_timesteps={found}"
-        )
-
-
 def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> float:
     """Return the scale of the latents in training: the option, or scale_factor beside the weights, as in MAISI."""
-    if options.latent_scale is not None:
-        return options.latent_scale
-    scale = _number_beside(content, "scale_factor")
-    if scale is None:
-        raise CheckpointError(
-            f"{path}: has no scale_factor, the number by which latents were multiplied in training; sampling needs it;"
-            " give it as --latent-scale"
-        )
+    scale = options.latent_scale or _number_beside(content, "scale_factor")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1e-30 < scale < 1e30:
         raise CheckpointError(
-            f"{path}: its scale_factor is {str(scale)[:40]}; a finite number above 0 is needed; "
-            "give it as --latent-scale"
+            f"{path}: its scale_factor, by which latents were multiplied in training, is {str(scale)[:40]}; "
+            "a finite number above 0 is needed; give it as --latent-scale"
         )
     return float(scale)
 

@@ -7,12 +7,11 @@ import logging
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import at_least, check_output_folder, parser, run
+from runtime.cli import add_run_options, check_output_folder, parser, run
 from settings import DataError, Settings
 
 log = logging.getLogger("reconstruct")
@@ -27,22 +26,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/reconstruct.py --run runs/quickstart --input /data/ct --out reconstructions --best",
         ],
     )
-    result.add_argument(
-        "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
-    )
-    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
+    add_run_options(result, "--run", "--best", "--budget-gb")
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
-    result.add_argument(
-        "--budget-gb",
-        type=at_least(0.0),
-        help="use slabs if more memory than this is needed (default: the free memory)",
-    )
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
     """Reconstruct one volume, or every volume of a folder, and print PSNR and SSIM of each."""
+    from data.formats import suffix_of
     from evaluation.api import open_run
     from runtime.cli.bars import ProgressBar
     from runtime.files import printable
@@ -55,11 +47,16 @@ def main(options: argparse.Namespace) -> int:
     if not source.exists():
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
     names = {source: source.name} if source.is_file() else _volumes_in(source, trained.settings)
-    targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
+    # Without its suffix, unless two names would be the same.
+    stems = {path: name[: len(name) - len(suffix_of(name) or "")] for path, name in names.items()}
+    taken = Counter([*stems.values(), *names.values()])
+    targets = {
+        path: Path(options.out) / f"{stem if taken[stem] == 1 else names[path]}_reconstruction.nii.gz"
+        for path, stem in stems.items()
+    }
     inputs = {path.resolve() for path in names}
-    for target in targets.values():
-        if target.resolve() in inputs:
-            raise DataError(f"--out: {printable(target)} is one of the input volumes; give another folder")
+    if read := [target for target in targets.values() if target.resolve() in inputs]:
+        raise DataError(f"--out: {printable(read[0])} is one of the input volumes; give another folder")
 
     for path, target in ProgressBar(targets.items(), desc="reconstructing", unit="volume"):
         result, image, output = opened.reconstructed(path)
@@ -86,16 +83,6 @@ def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     for line in grouped(source.left_out):
         log.warning("%s", line)
     return {item.path: item.name for item in source.volumes}
-
-
-def _targets(names: Sequence[str], out: Path) -> list[Path]:
-    """Return an output file for each volume, named without its suffix unless two names would be the same."""
-    from data.formats import suffix_of
-
-    stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
-    taken = Counter([*stems, *names])
-    chosen = [stem if taken[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]
-    return [out / f"{name}_reconstruction.nii.gz" for name in chosen]
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import at_least, check_output_folder, parser, run
+from runtime.cli import add_run_options, at_least, check_output_folder, parser, run
 from runtime.files import counted, printable
 from settings import UserError
 
@@ -37,15 +36,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/sample.py --run runs/mr --labels maps/case_7.nii.gz --num 3",
         ],
     )
-    result.add_argument(
-        "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
-    )
-    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
+    add_run_options(result, "--run", "--best", "--steps", "--guidance-scale", "--seed", "--budget-gb")
     result.add_argument(
         "--num", type=at_least(1), help="number of volumes (default: 8), or for each condition (default: 1)"
     )
-    result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
-    result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
     result.add_argument(
         "--class",
         dest="class_name",
@@ -62,17 +56,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a number or word of all volumes, such as age=63 or top_region=chest; may be repeated; others stay hidden",
     )
     result.add_argument(
-        "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
-    )
-    result.add_argument(
         "--batch-size",
         type=at_least(1),
         help="volumes to sample at once; does not change them (default: as many as the memory has room for)",
-    )
-    result.add_argument(
-        "--budget-gb",
-        type=at_least(0.0),
-        help="sample fewer at once and decode in slabs if more memory than this is needed (default: the free memory)",
     )
     result.add_argument("--out", metavar="DIR", help="folder for the volumes (default: samples in the run folder)")
     return result.parse_args(arguments)
@@ -80,8 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Sample, decode and write the volumes one by one, then the montage."""
-
-    from data.formats import write_nifti
+    from data.formats import note_of, write_nifti
     from diffusion.conditioning.command_line import title_of
     from evaluation.api import Drawing
     from evaluation.trained_run import TrainedRun
@@ -91,8 +76,10 @@ def main(options: argparse.Namespace) -> int:
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)
     check_output_folder(out if options.out is None else options.out)
-    files = {option: _only(getattr(options, option[2:]), option) for option in FILE_OPTIONS}
-    given = {option: place for option, place in files.items() if place is not None}
+    places = {option: value for option in FILE_OPTIONS if (value := getattr(options, option[2:])) is not None}
+    if twice := [option for option, value in places.items() if len(value) > 1]:
+        raise UserError(f"{twice[0]}: given more than once; put all the files into one folder")
+    given = {option: value[0] for option, value in places.items()}
     drawing = Drawing(
         trained,
         options.num,
@@ -108,7 +95,12 @@ def main(options: argparse.Namespace) -> int:
     names = [case.name for case in cases] or ["sample"]
     paths = [out / f"{name}_{_title(options)}_{number:04d}.nii.gz" for name in names for number in range(num)]
     notes = [f"condition {cases[number // num].digest[:32]}" if cases else "" for number in range(total)]
-    _check_paths(paths, notes)
+    for path, note in zip(paths, notes, strict=True):
+        if path.exists() and note_of(path) != note:
+            raise UserError(
+                f"--out: {printable(path)} is the sample of another condition of that name; only the samples of the "
+                "same files are replaced; choose another folder, or remove it"
+            )
 
     rows: list[Row] = []
     with ProgressBar(total=drawing.num_steps, desc="sampling", unit="step") as bar:
@@ -125,36 +117,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _only(places: Sequence[str] | None, option: str) -> str | None:
-    """Return what an option was given; raise `UserError` if it was given twice."""
-    if places is None or len(places) == 1:
-        return None if places is None else places[0]
-    raise UserError(f"{option}: given {len(places)} times; once is allowed; put all the files into one folder")
-
-
-def _check_paths(paths: Sequence[Path], notes: Sequence[str]) -> None:
-    """Raise `UserError` before a sample of another condition is overwritten because both have the same name."""
-    from data.formats import note_of
-
-    for path, note in zip(paths, notes, strict=True):
-        if path.exists() and note_of(path) != note:
-            raise UserError(
-                f"--out: {printable(path)} is the sample of another condition of that name; only the samples of the "
-                "same files are replaced; choose another folder, or remove it"
-            )
-
-
 def _title(options: argparse.Namespace, conditions: str | None = None) -> str:
     """Return the name of the conditions and all options of the samples, so that different ones never share a name."""
-    parts = [*([] if conditions is None else [conditions]), f"seed{options.seed}", *(["best"] if options.best else [])]
-    if options.class_name is not None:
-        parts.append(options.class_name.replace("/", "%2F"))
-    parts += [text.replace("/", "%2F") for text in options.number]
-    if options.steps is not None:
-        parts.append(f"steps{options.steps}")
-    if options.guidance_scale is not None:
-        parts.append(f"guidance{options.guidance_scale:g}")
-    return "_".join(parts)
+    parts = [conditions, f"seed{options.seed}", "best" if options.best else None, options.class_name, *options.number]
+    parts.append(None if options.steps is None else f"steps{options.steps}")
+    parts.append(None if options.guidance_scale is None else f"guidance{options.guidance_scale:g}")
+    return "_".join(part.replace("/", "%2F") for part in parts if part is not None)
 
 
 if __name__ == "__main__":

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from settings.section import (
+    MOST_LEVELS,
     SAME,
     BlocksOrZero,
-    BlocksPerLevelOrZero,
     Channels,
-    ChannelsPerLevel,
     Count,
     CountOrZero,
-    Flags,
+    NetworkSettings,
     PathText,
+    PerAxis,
+    PerLevel,
     Section,
-    StridesPerLevel,
     TrainingSettings,
     key,
-    num_norm_groups,
-    per_level,
     section,
+    with_default,
 )
 
-MOST_CODES = 2**16
 OCCUPIED_THRESHOLD = 0.1
 """Share of the intensity range above which a voxel of a mostly empty volume is occupied."""
 PerceptualNetwork = Literal["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
+Strides = PerAxis[Annotated[int, Field(ge=1, le=2)]]
+StridesPerLevel = Annotated[tuple[Strides, ...], Field(strict=False, max_length=MOST_LEVELS - 1)]
 
 
 class PerceptualSettings(Section):
@@ -50,7 +52,7 @@ class DiscriminatorSettings(Section):
 class AutoencoderTraining(TrainingSettings):
     """The `autoencoder.training` section."""
 
-    batch_size: Count = key(4, "Volumes per micro-batch; memory grows with it.", SAME)
+    batch_size: Count = with_default(TrainingSettings, "batch_size", 4)
     use_nested_checkpointing: bool | Literal["auto"] = key(
         "auto",
         "Checkpoint the whole encoder as well as its blocks, and compute upsampled volumes again; auto: with slabs and "
@@ -60,7 +62,7 @@ class AutoencoderTraining(TrainingSettings):
     checkpoint_levels: Count | Literal["all"] = key(
         "all", "How many levels to checkpoint, highest resolution first.", SAME
     )
-    slab_rows: CountOrZero = key(
+    slab_rows: Literal[0] | Annotated[int, Field(ge=2, lt=2**31)] = key(  # one row is too thin for its halo
         0,
         "Run the highest-resolution blocks this many rows of the first axis at a time, with the same result; 0: whole.",
         SAME,
@@ -123,8 +125,10 @@ class AutoencoderTraining(TrainingSettings):
         return self.trainable == "all"
 
 
-class AutoencoderSettings(Section):
+class AutoencoderSettings(NetworkSettings):
     """The `autoencoder` section."""
+
+    fewest_channels_per_group: ClassVar[int] = 2
 
     implementation: Literal["lean", "monai"] = key("lean", "Memory-lean blocks, or MONAI's stock blocks.", SAME)
     pretrained: PathText | None = key(
@@ -140,13 +144,13 @@ class AutoencoderSettings(Section):
         "monai: volumes in [-1, 1] and a decoder that repeats voxels; monai_unit: the same network for volumes in "
         "[0, 1], as some published weights expect; maisi: in [0, 1], and a decoder that interpolates, as in MAISI.",
     )
-    num_channels: ChannelsPerLevel = key((32, 64, 64), "Channels of each level, highest resolution first.")
+    num_channels: PerLevel[Channels] = key((32, 64, 64), "Channels of each level, highest resolution first.")
     strides: Literal[2] | StridesPerLevel = key(
         2,
         "Factors by which each downsampling shrinks the axes: 2 for all of them, or a list of triples of 1 and 2, "
         "such as [[2, 2, 1], [2, 2, 2]] for three levels and thick slices along the last axis.",
     )
-    num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
+    num_res_blocks: BlocksOrZero | PerLevel[BlocksOrZero] = key(
         2, "Residual blocks per level: one number for all levels, or a list."
     )
     latent_channels: Channels = key(3, "Channels of the latent.")
@@ -154,22 +158,17 @@ class AutoencoderSettings(Section):
         "kl",
         "kl: a Gaussian latent; vq: each position is the nearest of a set of learned vectors, and there is no KL term.",
     )
-    codebook_size: int = key(2048, "bottleneck vq only: number of learned vectors.", ge=2, le=MOST_CODES)
+    codebook_size: int = key(2048, "bottleneck vq only: number of learned vectors.", ge=2, le=2**16)
     norm_num_groups: Count | Literal["auto"] = key(
         "auto",
         "GroupNorm groups; auto: the largest number up to 32 that divides every entry of num_channels, with at least 2 "
         "channels per group.",
     )
-    attention_levels: Flags = key((False, False, True), "Which levels have attention.")
+    attention_levels: PerLevel[bool] = key((False, False, True), "Which levels have attention.")
     use_nonlocal_attention: bool | Literal["auto"] = key(
         "auto", "Attention in the middle block; auto: only if a level has attention."
     )
     training: AutoencoderTraining = section(AutoencoderTraining, "Training of stage 1.")
-
-    @property
-    def num_groups(self) -> int:
-        """Return the number of groups of each GroupNorm."""
-        return num_norm_groups(self.norm_num_groups, self.num_channels, 2)
 
     @property
     def value_range(self) -> Literal["symmetric", "unit"]:
@@ -180,11 +179,6 @@ class AutoencoderSettings(Section):
     def upsampling(self) -> Literal["nearest", "trilinear"]:
         """Return how the decoder enlarges volumes."""
         return "trilinear" if self.variant == "maisi" else "nearest"
-
-    @property
-    def res_blocks(self) -> tuple[int, ...]:
-        """Return the number of residual blocks of each level."""
-        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def has_middle_attention(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from runtime.files import counted
 from settings.data import IntensitySettings, intensity_problems
 from settings.errors import Problem, Problems
-from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
+from settings.section import FREE, WITHOUT_NUL, Count, PathText, PerAxis, Section, Triple, key, section
 
 if TYPE_CHECKING:
     from settings.root import Settings
@@ -23,19 +22,19 @@ _SOURCE = "a folder whose files have the names of the volumes, or a CSV file wit
 class ConditionSection(Section):
     """The keys of one kind of condition."""
 
+    describes_volume: ClassVar[bool] = True
+    """Whether it says what a sample should look like, so that it can be compared with a volume."""
+    switch: ClassVar[str]
+    """What is 0, none or empty unless samples are conditioned on it."""
+
     @property
     def is_used(self) -> bool:
         """Return whether samples are conditioned on it."""
-        raise NotImplementedError
+        return getattr(self, self.switch) not in (0, "none", ())
 
     @property
     def is_ever_hidden(self) -> bool:
         """Return whether training hides it from time to time."""
-        return self.is_used
-
-    @property
-    def describes_volume(self) -> bool:
-        """Return whether it says what a sample should look like, so that it can be compared with a volume."""
         return self.is_used
 
     @property
@@ -53,29 +52,21 @@ class ConditionSection(Section):
 
 
 def _incomplete(where: str, **is_set: bool) -> Problems:
-    """Yield a problem if only some of the keys that belong together are set."""
-    keys = [name for name, value in is_set.items() if not value]
-    if 0 < len(keys) < len(is_set):
-        found = f"not set, and {', '.join(name for name in is_set if name not in keys)} is"
-        others = tuple(f"{where}.{name}" for name in is_set)
-        yield Problem(f"{where}.{keys[0]}", found, "allowed: both or neither", "set it, or take the other out", others)
+    """Yield a problem if only one of two keys that belong together is set."""
+    given, missing = sorted(is_set, key=lambda name: not is_set[name])
+    if is_set[given] and not is_set[missing]:
+        others = (f"{where}.{given}",)
+        yield Problem(f"{where}.{missing}", f"not set, and {given} is", "allowed: both or neither", "", others)
 
 
 class LabelMapSettings(ConditionSection):
     """Label maps, concatenated to the noisy latent as the share of each label value in each voxel of the latent."""
 
+    switch: ClassVar[str] = "num_classes"
     source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
-    num_classes: int = key(
-        0,
-        "Number of label values, with the background: they run from 0 to one less; 0: no label maps.",
-        ge=0,
-        le=1024,
+    num_classes: Literal[0] | Annotated[int, Field(ge=2, le=1024)] = key(
+        0, "Number of label values, with the background: they run from 0 to one less; 0: no label maps."
     )
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return self.num_classes > 0
 
     def num_concatenated(self, latent_channels: int) -> int:
         """Return the number of channels that are concatenated to a noisy latent."""
@@ -84,9 +75,6 @@ class LabelMapSettings(ConditionSection):
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
         yield from _incomplete(LABEL_MAP, source=self.source is not None, num_classes=self.is_used)
-        if self.num_classes == 1:
-            remedy = "count the background too: 2 for background and one structure"
-            yield Problem(f"{LABEL_MAP}.num_classes", "1 label value", "allowed: 0, or 2 or more", remedy)
 
 
 TARGET = "target"
@@ -95,10 +83,6 @@ TARGET = "target"
 NUM_HOLES = 4
 """Different boxes that are cut out of each volume, in turn from pass to pass."""
 
-Sizes = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], Field(strict=False, min_length=3, max_length=3)
-]
-
 
 class DegradeSettings(Section):
     """What a condition that is made from its target lacks."""
@@ -106,7 +90,7 @@ class DegradeSettings(Section):
     downsample: Triple = key(
         (1, 1, 1), "Voxels that are averaged to one along each axis; the network learns to undo it."
     )
-    hole: Sizes | PathText | None = key(
+    hole: PerAxis[Count] | PathText | None = key(
         None,
         "Size in voxels of a box that is cut out, and that the network learns to fill, at 4 different places in turn; "
         f"or masks of what is cut out, above 0 there: {_SOURCE.format(column='hole')}; null: nothing.",
@@ -136,6 +120,7 @@ class DegradeSettings(Section):
 class VolumeSettings(ConditionSection):
     """Another volume of the same case, concatenated to the noisy latent with a channel of which part is known."""
 
+    switch: ClassVar[str] = "encoding"
     encoding: Literal["none", "autoencoder", "resample"] = key(
         "none",
         "How a volume gets to the latent grid: encoded by the frozen autoencoder, or averaged as it is; none: unused.",
@@ -149,11 +134,6 @@ class VolumeSettings(ConditionSection):
     num_channels: Count = key(1, "Channels of the other volumes.", le=1024)
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling of the other volumes.")
     degrade: DegradeSettings = section(DegradeSettings, "What is taken from the target, if the source is target.")
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return self.encoding != "none"
 
     @property
     def is_from_target(self) -> bool:
@@ -178,36 +158,32 @@ class VolumeSettings(ConditionSection):
         if self.is_used and not self.is_from_target:
             yield from intensity_problems(f"{VOLUME}.intensity", self.intensity, self.num_channels)
         if self.is_used and self.num_channels != channels and (self.encoding == "autoencoder" or self.is_from_target):
-            found, allowed = f"{self.num_channels}, and autoencoder.in_channels is {channels}", f"allowed: {channels}"
+            found = f"{self.num_channels}, and autoencoder.in_channels is {channels}"
             keys = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
-            yield Problem(f"{VOLUME}.num_channels", found, allowed, f"set {channels}", keys)
-        asked = {"downsample": degrade.is_coarser, "hole": degrade.hole is not None}
-        takes = [name for name, is_asked in asked.items() if is_asked]
-        others = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))
-        if len(takes) != int(self.source == TARGET):
-            found, allowed = f"{' and '.join(takes) or 'nothing'} with source {self.source}", "allowed: one of the two"
-            remedy = "set downsample or hole with source: target, and neither with another source"
-            yield Problem(f"{VOLUME}.degrade", found, allowed, remedy, others)
+            yield Problem(f"{VOLUME}.num_channels", found, "", f"set {channels}", keys)
+        if degrade.is_coarser + (degrade.hole is not None) != int(self.source == TARGET):
+            found = f"downsample {list(degrade.downsample)} and hole {degrade.hole} with source {self.source}"
+            remedy = "set one of them with source: target, and none with another source"
+            yield Problem(f"{VOLUME}.degrade", found, "", remedy, (f"{VOLUME}.source",))
         if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
             found = f"{list(degrade.downsample)} does not divide data.voxel_size {list(grid)}"
-            yield Problem(f"{VOLUME}.degrade.downsample", found, "", "change one of the two", ("data.voxel_size",))
+            yield Problem(f"{VOLUME}.degrade.downsample", found, "", "change one", ("data.voxel_size",))
         if degrade.box is not None and not all(size < n for size, n in zip(degrade.box, grid, strict=True)):
-            found, allowed = f"{list(degrade.box)} on a grid of {list(grid)} voxels", "allowed: smaller along each axis"
-            yield Problem(f"{VOLUME}.degrade.hole", found, allowed, "change it", ("data.voxel_size",))
+            found = f"{list(degrade.box)} is not smaller than data.voxel_size {list(grid)}"
+            yield Problem(f"{VOLUME}.degrade.hole", found, "", "change one", ("data.voxel_size",))
 
 
 MAX_CATEGORIES = 16
 """Room for different words in each categorical column."""
 
-Columns = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=100, pattern=WITHOUT_NUL)], ...],
-    Field(strict=False, max_length=64),
-]
+Column = Annotated[str, Field(min_length=1, max_length=100, pattern=WITHOUT_NUL)]
+Columns = Annotated[tuple[Column, ...], Field(strict=False, max_length=64)]
 
 
 class TabularSettings(ConditionSection):
     """Columns of a table, embedded and added to the embedding of the timestep."""
 
+    switch: ClassVar[str] = "columns"
     table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
     continuous: Columns = key((), "Columns of numbers, such as age; standardised by the training volumes.")
     categorical: Columns = key((), "Columns of words, such as sex or scanner.")
@@ -218,11 +194,6 @@ class TabularSettings(ConditionSection):
         return (*self.continuous, *self.categorical)
 
     @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on it."""
-        return bool(self.columns)
-
-    @property
     def embedded_numbers(self) -> dict[str, int]:
         """Return the length of each column's code: a value and whether it is given, or a place for each word."""
         return dict.fromkeys(self.continuous, 2) | dict.fromkeys(self.categorical, MAX_CATEGORIES)
@@ -230,10 +201,10 @@ class TabularSettings(ConditionSection):
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
         yield from _incomplete(TABULAR, table=self.table is not None, continuous=self.is_used)
-        names = [name.lower() for name in self.columns]
-        twice = next((name for name in names if names.count(name) > 1 or name == "file"), None)
+        names = ["file", *(name.lower() for name in self.columns)]
+        twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
+            found = f"column {twice} named twice"
             yield Problem(f"{TABULAR}.continuous", found, "", "take it out", (f"{TABULAR}.categorical",))
 
 
@@ -249,14 +220,13 @@ COLUMNS = ("top_region", "bottom_region")
 NUM_MODALITIES = 128
 """The modalities that MAISI's U-Net tells apart."""
 
-UNKNOWN_MODALITY = 0
-
-Region = Literal["head", "chest", "abdomen", "pelvis"]
-TopAndBottom = Annotated[tuple[Region, ...], Field(strict=False, min_length=2, max_length=2)]
+TopAndBottom = Annotated[tuple[Literal[REGIONS], ...], Field(strict=False, min_length=2, max_length=2)]  # type: ignore[valid-type]
 
 
 class ScanSettings(ConditionSection):
     """Spacing, regions and modality of a scan, in MAISI's way: embeddings concatenated to that of the timestep."""
+
+    describes_volume: ClassVar[bool] = False
 
     regions: TopAndBottom | PathText | None = key(
         None,
@@ -278,11 +248,6 @@ class ScanSettings(ConditionSection):
     def is_ever_hidden(self) -> bool:
         """Return whether training hides it: the modality, not the rest."""
         return self.modality is not None
-
-    @property
-    def describes_volume(self) -> bool:
-        """Return False: it does not say what a volume looks like."""
-        return False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -314,9 +279,11 @@ class ScanSettings(ConditionSection):
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
         if self.num_modalities and settings.ldm.conditioning.type == "class":
-            found = f"{self.modality} with conditioning type class, which uses the same embedding"
-            remedy = "set null, or type: none"
-            yield Problem(f"{SCAN}.modality", found, "allowed: null", remedy, ("ldm.conditioning.type",))
+            found, others = (
+                f"{self.modality} with type class, which uses the same embedding",
+                ("ldm.conditioning.type",),
+            )
+            yield Problem(f"{SCAN}.modality", found, "allowed: null", "set null, or type: none", others)
 
 
 class ConditioningSettings(Section):
@@ -348,7 +315,7 @@ class ConditioningSettings(Section):
     @property
     def hidden_class(self) -> int:
         """Return the number that stands for a hidden class or modality."""
-        return self.num_classes if self.type == "class" else UNKNOWN_MODALITY
+        return self.num_classes if self.type == "class" else 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -374,7 +341,7 @@ class ConditioningSettings(Section):
     @property
     def describes_volumes(self) -> bool:
         """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
-        return any(section.describes_volume for section in self.sections.values())
+        return any(section.is_used and section.describes_volume for section in self.sections.values())
 
     @property
     def embedded_numbers(self) -> dict[str, int]:
@@ -392,9 +359,9 @@ class ConditioningSettings(Section):
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys, and with the guidance of samples."""
         if self.type == "class" and self.num_classes < 2:
-            found = f"{counted(self.num_classes, 'class')} for conditioning type class"
-            remedy, key = "set it to the number of classes in the data", "ldm.conditioning.num_classes"
-            yield Problem(key, found, "allowed: 2 or more", remedy, ("ldm.conditioning.type",))
+            found, remedy = f"{self.num_classes} with type class", "set the number of classes in the data"
+            others = ("ldm.conditioning.type",)
+            yield Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy, others)
         for part in self.sections.values():
             yield from part.problems(settings)
         scale, where = settings.ldm.sampling.guidance_scale, "ldm.sampling.guidance_scale"
@@ -403,5 +370,5 @@ class ConditioningSettings(Section):
             yield Problem(where, found, "allowed: 1", "set 1", ("ldm.conditioning.type",))
         elif scale != 1 and self.dropout == 0:
             found = f"{scale:g} with conditioning dropout 0, so the network never learns to predict without a condition"
-            others = (*self.kinds, "ldm.conditioning.dropout")
-            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", others)
+            sources = (*self.kinds, "ldm.conditioning.dropout")
+            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", sources)

@@ -10,32 +10,27 @@ from pydantic import Field, model_validator
 
 from runtime.files import counted
 from settings.errors import Problem, Problems
-from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
+from settings.section import FREE, SAME, WITHOUT_NUL, PathText, PerChannel, Section, Triple, TripleMm, key, section
 
 Mode = Literal["percentile", "window"]
-_PerChannel = Field(strict=False, min_length=1, max_length=1024)
-ModePerChannel = Annotated[tuple[Mode, ...], _PerChannel]
-NumberPerChannel = Annotated[tuple[float, ...], _PerChannel]
-ChannelRule = tuple[Mode, float, float]
 NUM_PHANTOMS = 48
 PHANTOMS = re.compile(r"phantoms(?::([0-9]{1,6}))?")
 LEAST_HELD_OUT = 2
 """Held-out volumes that evaluation needs."""
 Pattern = Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)]
 Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=1000)]
-Workers = Annotated[int, Field(ge=0, le=256)]
 
 
 class IntensitySettings(Section):
     """The linear map from a volume's intensities to the network's range."""
 
-    mode: Mode | ModePerChannel = key(
+    mode: Mode | PerChannel[Mode] = key(
         "percentile", "Percentiles of each volume, or a fixed window; or one per channel."
     )
-    lower: float | NumberPerChannel = key(
+    lower: float | PerChannel[float] = key(
         0.5, "Percentile or intensity mapped to the lower end: one number, or one per channel."
     )
-    upper: float | NumberPerChannel = key(
+    upper: float | PerChannel[float] = key(
         99.5, "Percentile or intensity mapped to the upper end: one number, or one per channel."
     )
 
@@ -44,13 +39,11 @@ class IntensitySettings(Section):
         """Return the number of channels that have a rule of their own; 1: all have the same."""
         return max(len(value) if isinstance(value, tuple) else 1 for value in (self.mode, self.lower, self.upper))
 
-    def of_channel(self, number: int) -> ChannelRule:
+    def of_channel(self, number: int) -> tuple[Mode, float, float]:
         """Return mode, lower and upper of one channel."""
-        return (_pick(self.mode, number), _pick(self.lower, number), _pick(self.upper, number))
-
-
-def _pick(value: Any, number: int) -> Any:
-    return value[number] if isinstance(value, tuple) else value
+        values: tuple[Any, ...] = (self.mode, self.lower, self.upper)
+        mode, lower, upper = (value[number] if isinstance(value, tuple) else value for value in values)
+        return mode, lower, upper
 
 
 class DataSettings(Section):
@@ -71,7 +64,7 @@ class DataSettings(Section):
     class_labels: PathText | None = key(
         None, "A CSV file with columns file,label; null: classes come from dataset.json or folder names."
     )
-    group_by: Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)] | None = key(
+    group_by: Pattern | None = key(
         None,
         "How to tell which volumes belong to one patient, so that the split keeps them together: folder, column:NAME "
         "of data.class_labels, or a regular expression found in the file name; null: split volumes one by one.",
@@ -89,12 +82,8 @@ class DataSettings(Section):
     resize: Literal["resample", "crop_or_pad"] = key("resample", "How volumes are resized to the grid.")
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling.")
     patch_size: Triple | None = key(None, "Train on random crops of this size; null: on whole volumes.")
-    val_fraction: float = key(
-        0.1,
-        "Fraction of the volumes, or of the groups of group_by, held out for validation: the nearest number, at least "
-        "2.",
-        gt=0,
-        lt=1,
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = key(
+        0.1, "Fraction of the volumes, or of the groups of group_by, held out for validation; at least 2 of them are."
     )
     use_augmentation: bool = key(
         False,
@@ -108,7 +97,7 @@ class DataSettings(Section):
         SAME,
     )
     cache_rate: float = key(0.0, "0: as prepared says; above 0: the same as prepared: memory.", SAME, ge=0, le=1)
-    num_workers: Workers | Literal["auto"] = key(
+    num_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = key(
         "auto",
         "Worker processes for loading; 0: none; auto: 1, with a GPU 2, or up to 8 if prepared is none.",
         SAME,
@@ -143,17 +132,17 @@ class DataSettings(Section):
 
 def intensity_problems(where: str, s: IntensitySettings, num_channels: int) -> Problems:
     """Yield the problems of the rules by which intensities of `num_channels` channels are scaled."""
-    lists = {name: value for name in ("mode", "lower", "upper") if isinstance(value := getattr(s, name), tuple)}
-    for name, value in lists.items():
-        if len(value) != num_channels:
-            found = f"{counted(len(value), 'entry')} for {counted(num_channels, 'channel')}"
-            allowed, remedy = f"allowed: {num_channels}", "give one value, or one for each channel"
-            yield Problem(f"{where}.{name}", found, allowed, remedy, ("autoencoder.in_channels",))
+    lengths = {name: len(value) for name in ("mode", "lower", "upper") if isinstance(value := getattr(s, name), tuple)}
+    for name, length in lengths.items():
+        if length != num_channels:
+            found = f"{counted(length, 'entry')} for {counted(num_channels, 'channel')}"
+            remedy = "give one value, or one for each channel"
+            yield Problem(f"{where}.{name}", found, "", remedy, ("autoencoder.in_channels",))
             return
-    for mode, lower, upper in (s.of_channel(number) for number in range(num_channels if lists else 1)):
+    others = (f"{where}.mode", f"{where}.upper")
+    for mode, lower, upper in (s.of_channel(number) for number in range(num_channels if lengths else 1)):
         if lower >= upper:
-            found = f"{lower:g} is not below upper ({upper:g})"
-            yield Problem(f"{where}.lower", found, "", "swap the two", (f"{where}.upper",))
+            yield Problem(f"{where}.lower", f"{lower:g} is not below upper ({upper:g})", "", "swap the two", others)
         if mode == "percentile" and not (0 <= lower <= 100 and 0 <= upper <= 100):
             found = f"lower {lower:g} and upper {upper:g} are not percentiles"
-            yield Problem(where, found, "allowed: 0 to 100", "set mode: window to use intensities", (f"{where}.mode",))
+            yield Problem(where, found, "allowed: 0 to 100", "set mode: window to use intensities", others)

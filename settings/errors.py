@@ -71,9 +71,6 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[Problem] | str, source: str = "") -> None:
         self.problems = (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
-        self.source = source
-        super().__init__(problems if isinstance(problems, str) else self._report())
-
-    def _report(self) -> str:
-        head = f"{counted(len(self.problems), 'problem')}{' in ' + self.source if self.source else ''}:"
-        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+        head = f"{counted(len(self.problems), 'problem')}{' in ' + source if source else ''}:"
+        lines = [head, *(f"  {problem}" for problem in self.problems)]
+        super().__init__(problems if isinstance(problems, str) else "\n".join(lines))

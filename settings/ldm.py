@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from settings.conditioning import ConditioningSettings
 from settings.section import (
     FREE,
     SAME,
     Blocks,
-    BlocksPerLevel,
     Channels,
-    ChannelsPerLevel,
     Count,
     Decay,
-    Flags,
-    HeadsPerLevel,
+    NetworkSettings,
     PathText,
+    PerLevel,
     Section,
     TrainingSettings,
     key,
-    num_norm_groups,
-    per_level,
     section,
+    with_default,
 )
 
+Heads = Annotated[int, Field(ge=0, le=2**16)]
 
-class UNetSettings(Section):
+
+class UNetSettings(NetworkSettings):
     """The diffusion U-Net."""
 
-    num_channels: ChannelsPerLevel = key((64, 128, 256), "Channels of each level, highest resolution first.")
-    num_res_blocks: Blocks | BlocksPerLevel = key(2, "Residual blocks per level: one number for all levels, or a list.")
-    attention_levels: Flags = key((False, True, True), "Which levels have attention.")
-    num_head_channels: Channels | HeadsPerLevel = key(
+    fewest_channels_per_group: ClassVar[int] = 4
+    """Timestep and class enter as a constant added to each channel, which normalising single channels would remove."""
+
+    num_channels: PerLevel[Channels] = key((64, 128, 256), "Channels of each level, highest resolution first.")
+    num_res_blocks: Blocks | PerLevel[Blocks] = key(
+        2, "Residual blocks per level: one number for all levels, or a list."
+    )
+    attention_levels: PerLevel[bool] = key((False, True, True), "Which levels have attention.")
+    num_head_channels: Channels | PerLevel[Heads] = key(
         32, "Channels per attention head: one number for all levels, or a list."
     )
     use_mean_map: bool = key(
@@ -47,20 +53,6 @@ class UNetSettings(Section):
         "GroupNorm groups; auto: the largest number up to 32 that divides every entry of num_channels, with at "
         "least 4 channels per group.",
     )
-
-    @property
-    def num_groups(self) -> int:
-        """Return the number of groups of each GroupNorm.
-
-        Timestep and class enter as a constant added to each channel. Normalising single channels would remove it, so a
-        group has several channels.
-        """
-        return num_norm_groups(self.norm_num_groups, self.num_channels, 4)
-
-    @property
-    def res_blocks(self) -> tuple[int, ...]:
-        """Return the number of residual blocks of each level."""
-        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def head_channels(self) -> tuple[int, ...]:
@@ -120,20 +112,12 @@ class PixelLossSettings(Section):
 class LdmTraining(TrainingSettings):
     """The `ldm.training` section."""
 
-    batch_size: Count = key(4, "Latents per micro-batch; memory grows with it.", SAME)
-    max_steps: Count = key(
-        50000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
-    )
-    learning_rate: float = key(4e-4, "Size of a step; never scaled by the number of GPUs.", gt=0)
-    ema_decay: Decay | Literal["auto"] = key(
-        "auto",
-        "Decay of the exponential moving average of the weights, such as 0.999; 0: no average; auto: over the last "
-        "twentieth of the steps so far.",
-    )
-    validate_every: Count = key(1000, "Steps between validations.", FREE)
-    save_every: Count = key(
-        1000, "Steps between checkpoints; a run with max_hours also saves at every tenth of its time.", FREE
-    )
+    batch_size: Count = with_default(TrainingSettings, "batch_size", 4)
+    max_steps: Count = with_default(TrainingSettings, "max_steps", 50000)
+    learning_rate: float = with_default(TrainingSettings, "learning_rate", 4e-4)
+    ema_decay: Decay | Literal["auto"] = with_default(TrainingSettings, "ema_decay", "auto")
+    validate_every: Count = with_default(TrainingSettings, "validate_every", 1000)
+    save_every: Count = with_default(TrainingSettings, "save_every", 1000)
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
 
 

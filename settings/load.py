@@ -1,11 +1,10 @@
-"""Turns a YAML file and overrides into validated settings, or into one report of everything that is wrong."""
+"""Turns a YAML file and overrides into validated settings or one report of everything that is wrong, and back."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +13,33 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.files import counted, shortened
+from runtime.files import shortened
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.root import Settings
-from settings.section import FOLDER_NAME, WITHOUT_NUL, assign, has_key, is_section, look_up, overlap, remove, takes_list
+from settings.section import assign, is_section, look_up, overlap
 from settings.yaml_reader import parse_value, read_document, value_text
 
-_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
-_PATTERNS = {
-    WITHOUT_NUL: "text without NUL characters",
-    FOLDER_NAME: "letters, digits, _, - and dots, the first of them a letter, digit or _",
+DEFAULT = Path(__file__).resolve().parents[1] / "configs" / "default.yaml"
+"""Has the keys that every preset shows, in their order."""
+
+COMMENT_COLUMN = 40
+Comment = Callable[[str, Any], str]
+"""Returns the comment of a key, from its dotted name and its field; empty: none."""
+
+OUR_WORDS = {
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+    "Tuple should have": "a list of",
+    "String should have": "text of",
+    "String should match": "text that matches",
+    "tuple": "list",
+    "None": "null",
+    " after validation": "",
 }
+"""Pydantic's words for what it accepts, and those of a config's users."""
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
@@ -34,10 +49,8 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     """
     path = Path(path)
     document = read_document(path)
-    values = document.values
-    values.setdefault("name", path.stem)
+    values = {"name": path.stem, **document.values}
     overridden, problems = _apply(values, overrides)
-    of_file: list[Problem] = []
     try:
         settings = validate(values)
     except ConfigError as error:
@@ -46,13 +59,9 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
                 problems.append(problem)
             else:
                 line = document.lines.get(problem.where)
-                of_file.append(problem if line is None else replace(problem, where=f"line {line}, {problem.where}"))
-    if of_file:
-        by_override = (replace(problem, where=f"override {problem.where}") for problem in problems)
-        source = f"{path} with the overrides" if overrides else str(path)
-        raise ConfigError([*by_override, *of_file], source=source)
+                problems.append(problem if line is None else replace(problem, where=f"line {line}, {problem.where}"))
     if problems:
-        raise ConfigError(problems, source="the overrides")
+        raise ConfigError(problems, source=f"{path} with the overrides" if overrides else str(path))
     return settings
 
 
@@ -64,35 +73,35 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     overridden, problems = _apply(values, overrides)
     try:
-        Settings.model_validate(_with_lists(values))
+        values = stored(Settings.model_validate(values, context={"without_rules": True}))
     except ValidationError as error:
         problems += _translate(error.errors(include_url=False), values).values()
-    except ConfigError:
-        pass  # a rule, whose other keys are not known yet
     if problems:
         raise ConfigError(problems, source="the overrides")
-    return {dotted: look_up(_with_lists(values), dotted) for dotted in overridden}
+    return {dotted: look_up(values, dotted) for dotted in overridden}
 
 
 def validate(values: dict[str, Any]) -> Settings:
     """Validate nested values; raise `ConfigError` with every problem, whether with one key or between several."""
-    values = _with_lists(values)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         wrong = _translate(error.errors(include_url=False), values)
-        pruned = copy.deepcopy(values)
-        for dotted in wrong:
-            remove(pruned, dotted)
-        problems = list(wrong.values())
-        try:
-            # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
-            # A further ValidationError concerns something that is already reported.
-            with suppress(ValidationError):
-                Settings.model_validate(pruned, context={"failed": frozenset(wrong)})
-        except ConfigError as rules:
-            problems += rules.problems
-        raise ConfigError(problems) from None
+    pruned = copy.deepcopy(values)
+    for dotted in wrong:
+        parent, _, last = dotted.rpartition(".")
+        section = look_up(pruned, parent) if parent else pruned
+        if isinstance(section, dict):
+            section.pop(last, None)
+    problems = list(wrong.values())
+    try:
+        # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
+        # A further ValidationError concerns something that is already reported.
+        with suppress(ValidationError):
+            Settings.model_validate(pruned, context={"failed": frozenset(wrong)})
+    except ConfigError as rules:
+        problems += rules.problems
+    raise ConfigError(problems)
 
 
 def stored(settings: Settings) -> dict[str, Any]:
@@ -103,7 +112,7 @@ def stored(settings: Settings) -> dict[str, Any]:
 def restored(values: dict[str, Any], where: object) -> Settings:
     """Return stored settings; raise `CheckpointError` unless they have exactly the keys of this version."""
     way_out = "use the version of the program that wrote them, or start a new run"
-    missing = [dotted for dotted, field in known_keys() if not is_section(field) and not has_key(values, dotted)]
+    missing = [dotted for dotted in _leaves() if look_up(values, dotted, _leaves) is _leaves]
     if missing:
         raise CheckpointError(f"{where}: its settings lack {missing[0]}; {way_out}")
     try:
@@ -120,9 +129,72 @@ def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, An
             yield from known_keys(field.annotation, f"{prefix}{name}.")
 
 
+def _leaves() -> Iterator[str]:
+    return (dotted for dotted, field in known_keys() if not is_section(field))
+
+
 def default_text(field: Any) -> str:
     """Return the default of a key as YAML on one line."""
     return value_text(field.get_default(call_default_factory=True))
+
+
+def dump_yaml(settings: Settings) -> str:
+    """Return every key for a run folder, from which `load_settings` restores equal settings; marks non-defaults."""
+    defaults = Settings()
+
+    def comment(dotted: str, field: Any) -> str:
+        default = look_up(defaults, dotted)
+        return "" if dotted == "name" or default == look_up(settings, dotted) else f"default: {value_text(default)}"
+
+    head = "# The complete settings of this run; those that are not the default say so.\n"
+    return head + yaml_text(settings, _leaves(), comment)
+
+
+def dump_with_origins(path: str | Path, overrides: Sequence[str]) -> str:
+    """Return every key of a config with where its value comes from: default, file or command line."""
+    settings = load_settings(path, overrides)
+    lines = read_document(Path(path)).lines
+    overridden = [override.partition("=")[0] for override in overrides]
+
+    def origin(dotted: str, field: Any) -> str:
+        if any(overlap(dotted, key) for key in overridden):
+            return "command line"
+        if dotted == "data.prepared" and "data.cache_rate" in lines:
+            dotted = "data.cache_rate"
+        if dotted in lines:
+            return f"{Path(path).name}, line {lines[dotted]}"
+        return "name of the file" if dotted == "name" else "default"
+
+    return yaml_text(settings, _leaves(), origin)
+
+
+def dump_short(settings: Settings, comment: Comment = lambda dotted, field: "") -> str:
+    """Return what every preset shows, and every other key that is not the default."""
+    defaults = Settings()
+    leaves = list(_leaves())
+    shown = [dotted for dotted in read_document(DEFAULT).lines if dotted in leaves]
+    others = [leaf for leaf in leaves if leaf not in shown and look_up(settings, leaf) != look_up(defaults, leaf)]
+    return yaml_text(settings, [*shown, *others], comment)
+
+
+def yaml_text(settings: Settings, keys: Iterable[str], comment: Comment) -> str:
+    """Return these keys as YAML, a line for each, with those of one section together."""
+    tree: dict[str, Any] = {}
+    for dotted in keys:
+        assign(tree, dotted, dotted)
+    fields = dict(known_keys())
+
+    def lines(section: dict[str, Any], indent: str) -> Iterator[str]:
+        for name, entry in section.items():
+            if isinstance(entry, dict):
+                yield f"{indent}{name}:" if indent else f"\n{name}:"
+                yield from lines(entry, indent + "  ")
+            else:
+                line = f"{indent}{name}: {value_text(look_up(settings, entry))}"
+                note = comment(entry, fields[entry])
+                yield f"{line.ljust(COMMENT_COLUMN - 1)} # {note}" if note else line
+
+    return "\n".join(lines(tree, "")).lstrip("\n") + "\n"
 
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -130,34 +202,15 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str],
     overridden, problems = [], []
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        if not equals or not all(dotted.split(".")):
-            remedy = "add = and a value" if not equals else "write a key before the =, such as data.num_workers"
-            problems.append(Problem(shortened(override), "not an override", "allowed: section.key=value", remedy))
-            continue
         try:
-            value = parse_value(text)
-        except ValueError as error:
-            found = f"{shortened(repr(text))} is not a YAML value ({error})"
-            problems.append(Problem(dotted, found, "", "correct or quote it"))
-            continue
-        try:
-            assign(values, dotted, value)
+            if not equals or not all(dotted.split(".")):
+                raise ValueError("no key and value")
+            assign(values, dotted, parse_value(text))
             overridden.append(dotted)
-        except KeyError:
-            problems.append(Problem(dotted, "a key before the last is not a section", "", _suggest(dotted)))
+        except ValueError as error:
+            found = f"not an override ({error})"
+            problems.append(Problem(shortened(override), found, "allowed: section.key=value", "correct or quote it"))
     return overridden, problems
-
-
-def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with text such as 64x64x32 or 64,64,32 as a list wherever a list is expected."""
-    values = copy.deepcopy(values)
-    for dotted, field in known_keys():
-        text = look_up(values, dotted)
-        if isinstance(text, str) and takes_list(field.annotation):
-            parts = re.split(r"\s*[x,\u00d7]\s*", text.strip())
-            if len(parts) > 1 and all(map(_NUMBER.fullmatch, parts)):
-                assign(values, dotted, [parse_value(part) for part in parts])
-    return values
 
 
 def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, Problem]:
@@ -183,61 +236,22 @@ def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> P
         return Problem(where, "unknown key" + ("" if where.isascii() else f", in ASCII {where!a}"), "", _suggest(where))
     if is_section(field):
         return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
-    wrong = [error for error in group if not _is_echo(error, value)]
-    lengths = [error for error in wrong if error["type"] in ("too_short", "too_long")]
-    others = " or ".join(dict.fromkeys(_allowed(error) for error in wrong if error not in lengths))
-    allowed = ", ".join(dict.fromkeys([*([others] if others else []), *map(_allowed, lengths)]))
+    allowed = " or ".join(dict.fromkeys(map(_allowed, group)))
     found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value, allow_unicode=True))}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
 
-def _is_echo(error: ErrorDetails, value: Any) -> bool:
-    """Return whether a list counts as too short only because some of its entries are wrong, which is said anyway."""
-    context = error.get("ctx") or {}
-    return error["type"] == "too_short" and isinstance(value, list) and len(value) >= context.get("min_length", 0)
-
-
 def _allowed(error: ErrorDetails) -> str:
-    """Say in words which values a pydantic error would accept."""
-    context: dict[str, Any] = dict(error.get("ctx") or {})
-    kind = error["type"]
-    words = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "text",
-        "tuple_type": "a list",
-        "none_required": "null",
-        "greater_than": f"above {context.get('gt')}",
-        "greater_than_equal": f"at least {context.get('ge')}",
-        "less_than": f"below {context.get('lt')}",
-        "less_than_equal": f"at most {context.get('le')}",
-        "literal_error": str(context.get("expected", "")).replace("'", ""),
-        "too_short": f"at least {counted(context.get('min_length', 0), 'entry')}",
-        "too_long": f"at most {counted(context.get('max_length', 0), 'entry')}",
-        "string_pattern_mismatch": _PATTERNS.get(context.get("pattern", ""), f"text like {context.get('pattern')}"),
-        "string_too_short": "non-empty text",
-        "string_too_long": f"at most {counted(context.get('max_length', 0), 'character')}",
-        "string_unicode": "valid Unicode text",
-        "finite_number": "a finite number",
-    }
-    text = words.get(kind, error["msg"][:1].lower() + error["msg"][1:])
-    in_list = any(isinstance(part, int) for part in error["loc"])
-    return f"a list whose entries are each {text}" if in_list else text
+    """Say which values a pydantic error would accept."""
+    text = error["msg"]
+    for theirs, ours in OUR_WORDS.items():
+        text = text.replace(theirs, ours)
+    return f"a list whose entries are each {text}" if any(isinstance(part, int) for part in error["loc"]) else text
 
 
 def _suggest(where: str) -> str:
     """Suggest known keys for an unknown one: the same name in another section, else a similar name."""
     names = [name for name, _ in known_keys()]
-    parent, _, last = where.rpartition(".")
-    same = [name for name in names if name.rpartition(".")[2] == last]
-    if same:
-        return "did you mean " + " or ".join(same) + "?"
-    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
-    anywhere = {name.rpartition(".")[2]: name for name in reversed(names)}
-    for choices, cutoff in ((siblings, 0.6), (anywhere, 0.7)):
-        near = difflib.get_close_matches(last, choices, n=1, cutoff=cutoff)
-        if near:
-            return f"did you mean {choices[near[0]]}?"
-    return f"this section has: {', '.join(siblings)}" if siblings else "remove it"
+    last = where.rpartition(".")[2]
+    near = [name for name in names if name.rpartition(".")[2] == last] or difflib.get_close_matches(where, names, n=1)
+    return f"did you mean {' or '.join(near)}?" if near else f"known sections: {', '.join(Settings.model_fields)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+import copy
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Promise = Literal["same mathematics", "different mathematics", "free"]
 """What changing a key affects: only memory and time; what is learned; neither."""
@@ -30,39 +31,46 @@ def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 
 
+def with_default(kind: type[Section], name: str, default: Any) -> Any:
+    """Declare a key as another section does, but for its default."""
+    field = copy.copy(kind.model_fields[name])
+    field.default = default
+    return field
+
+
+def _split(value: Any) -> Any:
+    """Return text such as 64x64x32 or 64,64,32 as a list of numbers."""
+    try:
+        parts = value.replace("x", ",").replace("\u00d7", ",").split(",")
+        return [int(part) if part.strip().isdecimal() else float(part) for part in parts]
+    except (AttributeError, ValueError):
+        return value
+
+
 # Far above any real network: an obvious mistake is rejected before it exhausts the memory.
 LARGEST_AXIS = 2**16
-LARGEST_CHANNELS = 2**16
 MOST_LEVELS = 12
-MOST_BLOCKS = 64
 MOST_STEPS = 2**31 - 1
 
 # YAML has lists and frozen settings hold tuples, so the container is converted; its elements are checked strictly.
-_OfLevels = Field(strict=False, min_length=1, max_length=MOST_LEVELS)
-_OfAxes = Field(strict=False, min_length=3, max_length=3)
-Triple = Annotated[tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], _OfAxes]
-TripleMm = Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...], _OfAxes]
-Channels = Annotated[int, Field(ge=1, le=LARGEST_CHANNELS)]
-ChannelsPerLevel = Annotated[tuple[Channels, ...], _OfLevels]
-HeadsPerLevel = Annotated[tuple[Annotated[int, Field(ge=0, le=LARGEST_CHANNELS)], ...], _OfLevels]
-Blocks = Annotated[int, Field(ge=1, le=MOST_BLOCKS)]
-BlocksOrZero = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
-BlocksPerLevel = Annotated[tuple[Blocks, ...], _OfLevels]
-BlocksPerLevelOrZero = Annotated[tuple[BlocksOrZero, ...], _OfLevels]
-Strides = Annotated[tuple[Annotated[int, Field(ge=1, le=2)], ...], _OfAxes]
-StridesPerLevel = Annotated[tuple[Strides, ...], Field(strict=False, max_length=MOST_LEVELS - 1)]
-Flags = Annotated[tuple[bool, ...], _OfLevels]
+Entry = TypeVar("Entry")
+PerChannel = Annotated[tuple[Entry, ...], Field(strict=False, min_length=1, max_length=1024)]
+PerLevel = Annotated[
+    tuple[Entry, ...], Field(strict=False, min_length=1, max_length=MOST_LEVELS), BeforeValidator(_split)
+]
+PerAxis = Annotated[tuple[Entry, ...], Field(strict=False, min_length=3, max_length=3), BeforeValidator(_split)]
+Triple = PerAxis[Annotated[int, Field(ge=1, le=LARGEST_AXIS)]]
+TripleMm = PerAxis[Annotated[float, Field(ge=1e-6, le=1e6)]]
+Channels = Annotated[int, Field(ge=1, le=2**16)]
+Blocks = Annotated[int, Field(ge=1, le=64)]
+BlocksOrZero = Annotated[int, Field(ge=0, le=64)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 WITHOUT_NUL = r"^[^\x00]*$"
-FOLDER_NAME = r"^[\w][\w.-]*$"
+# Characters of up to 4 bytes, of which a folder's name has 255 at most.
+FolderName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w][\w.-]*$")]
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
-
-
-def takes_list(annotation: Any) -> bool:
-    """Return whether a type, or a member of a union of types, is a list in YAML."""
-    return get_origin(annotation) is tuple or any(map(takes_list, get_args(annotation)))
 
 
 def is_section(field: Any) -> bool:
@@ -70,39 +78,26 @@ def is_section(field: Any) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
-def look_up(values: Any, dotted: str) -> Any:
-    """Return the value of a dotted key; None where nested dictionaries do not have it."""
+def look_up(values: Any, dotted: str, otherwise: Any = None) -> Any:
+    """Return the value of a dotted key; `otherwise` where nested dictionaries do not have it."""
     for part in dotted.split("."):
         if isinstance(values, Section):
             values = getattr(values, part)
+        elif isinstance(values, dict) and part in values:
+            values = values[part]
         else:
-            values = values.get(part) if isinstance(values, dict) else None
+            return otherwise
     return values
 
 
-def has_key(values: dict[str, Any], dotted: str) -> bool:
-    """Return whether nested dictionaries have a dotted key."""
-    parent, _, last = dotted.rpartition(".")
-    section = look_up(values, parent) if parent else values
-    return isinstance(section, dict) and last in section
-
-
 def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a dotted key in nested dictionaries, adding missing sections; raise `KeyError` if a parent holds a value."""
+    """Set a dotted key in nested dictionaries, adding missing sections; raise `ValueError` if a parent is a value."""
     *parents, last = dotted.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise KeyError(dotted)
+            raise ValueError(f"{parent} is not a section")
     values[last] = value
-
-
-def remove(values: dict[str, Any], dotted: str) -> None:
-    """Remove a dotted key from nested dictionaries, if they have it."""
-    parent, _, last = dotted.rpartition(".")
-    section = look_up(values, parent) if parent else values
-    if isinstance(section, dict):
-        section.pop(last, None)
 
 
 def overlap(one: str, other: str) -> bool:
@@ -110,26 +105,30 @@ def overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def num_norm_groups(asked: int | str, channels: tuple[int, ...], fewest_channels: int) -> int:
-    """Return the groups of each GroupNorm; for auto the most up to 32 that divide every channel count.
+class NetworkSettings(Section):
+    """What follows from the keys that autoencoder and U-Net share: `num_channels`, one for each level, and others."""
 
-    A group then has at least `fewest_channels` channels.
-    """
-    if isinstance(asked, int):
-        return asked
-    most = max(1, min(32, min(channels) // fewest_channels))
-    return max(n for n in range(1, most + 1) if all(c % n == 0 for c in channels))
+    fewest_channels_per_group: ClassVar[int]
 
+    @property
+    def num_groups(self: Any) -> int:
+        """Return the groups of each GroupNorm; for auto the most up to 32 that divide every channel count."""
+        if isinstance(self.norm_num_groups, int):
+            return self.norm_num_groups
+        most = max(1, min(32, min(self.num_channels) // self.fewest_channels_per_group))
+        return max(n for n in range(1, most + 1) if all(c % n == 0 for c in self.num_channels))
 
-def per_level(value: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:
-    """Return one number for each level, from one number for all levels or from a list."""
-    return (value,) * num_levels if isinstance(value, int) else value
+    @property
+    def res_blocks(self: Any) -> tuple[int, ...]:
+        """Return the number of residual blocks of each level."""
+        blocks = self.num_res_blocks
+        return (blocks,) * len(self.num_channels) if isinstance(blocks, int) else blocks
 
 
 class TrainingSettings(Section):
     """Training keys that both stages share."""
 
-    batch_size: Count = key(1, "Volumes per micro-batch; memory grows with it.", SAME)
+    batch_size: Count = key(1, "Volumes, or their latents, per micro-batch; memory grows with it.", SAME)
     gradient_accumulation_steps: Count = key(
         1,
         "Micro-batches whose gradients are summed before one update; keep its product with batch_size to keep updates.",
@@ -138,12 +137,8 @@ class TrainingSettings(Section):
     max_steps: Count = key(
         20000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
-    max_hours: float | None = key(
-        None,
-        "Train for this many hours instead of max_steps; the learning rate decays over them.",
-        FREE,
-        gt=0,
-        le=100_000,
+    max_hours: Annotated[float, Field(gt=0, le=100_000)] | None = key(
+        None, "Train for this many hours instead of max_steps; the learning rate decays over them.", FREE
     )
     optimizer: Literal["adam", "muon"] = key(
         "muon",
@@ -189,11 +184,6 @@ class TrainingSettings(Section):
     def last_step(self) -> int:
         """Return the step after which the run ends in any case."""
         return self.max_steps if self.max_hours is None else MOST_STEPS
-
-    @property
-    def averages_weights(self) -> bool:
-        """Return whether an average of the weights is kept."""
-        return self.ema_decay != 0
 
     @property
     def samples_per_rank(self) -> int:

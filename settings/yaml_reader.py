@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,77 +13,38 @@ import yaml
 from runtime.files import read_text, reason
 from settings.errors import ConfigError, Problem
 
-# A complete config has about 200 values in sections nested 4 deep.
-MOST_VALUES = 10_000
+# A complete config has 20 kB in sections nested 4 deep.
 DEEPEST = 30
-LARGEST_FILE = 1024 * 1024
+LARGEST_FILE = 256 * 1024
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader with the scalars of YAML 1.2 instead of 1.1, limited in depth and in values after alias expansion."""
+    """Safe loader with the scalars of YAML 1.2 instead of 1.1, and without dates, sets and bytes."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._num_values: dict[yaml.Node, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node; an alias counts as many values as its anchor holds."""
-        event = self.peek_event()
-        mark: Any = event.start_mark
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=mark)
-        node: Any = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(event, yaml.AliasEvent) and node not in self._num_values:
-            raise yaml.MarkedYAMLError(problem="an alias refers to a value that contains it", problem_mark=mark)
-        self._num_values.setdefault(node, 1 + sum(map(self._num_values.__getitem__, _parts(node))))
-        if max(self._num_values[node], len(self._num_values)) > MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=mark)
-        return node
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's)
+    yaml_constructors = {  # noqa: RUF012
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "str", "seq", "map")))
+    }
 
 
-def _parts(node: Any) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
+def _add_scalar(kind: str, pattern: str, first: str, make: Callable[[str], Any] | None = None) -> None:
+    """Have `make` read what matches a pattern and begins with one of the `first` characters."""
+    tag = f"tag:yaml.org,2002:{kind}"
+    _Loader.add_implicit_resolver(tag, re.compile(f"^(?:{pattern})$"), [*first, *([] if make else [""])])
+    if make is not None:
+        _Loader.add_constructor(tag, lambda loader, node: make(str(node.value).lower()))
 
 
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    """Return the number or boolean of a scalar by the rules of YAML 1.2, in which 010 is ten."""
-    text = str(loader.construct_scalar(node)).lower()
-    if node.tag.endswith(":int"):
-        return int(text)
-    if node.tag.endswith(":float"):
-        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-    if text not in ("true", "false"):
-        raise ValueError(f"{text!r} is neither true nor false")
-    return text == "true"
-
-
-# A config needs no dates, sets or bytes.
-_Loader.yaml_constructors = {
-    tag: make
-    for tag, make in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.rsplit(":", 1)[-1] in ("null", "str", "seq", "map")
-}
-for _tag in ("bool", "int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _scalar)
+_add_scalar("null", r"~|null|Null|NULL|", "~nN")
+_add_scalar("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", {"true": True, "false": False}.__getitem__)
+_add_scalar("int", r"[-+]?[0-9]+", "-+0123456789", int)
+_add_scalar(
+    "float",
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "-+.0123456789",
+    lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")),
+)
 
 
 @dataclass(frozen=True)
@@ -92,14 +53,6 @@ class Document:
 
     values: dict[str, Any]
     lines: dict[str, int]
-
-
-class _NotYamlError(ValueError):
-    """Text that is not YAML, with the line of the error if it is known."""
-
-    def __init__(self, reason: str, line: int | None) -> None:
-        super().__init__(reason)
-        self.line = line
 
 
 def parse_value(text: str) -> Any:
@@ -112,15 +65,16 @@ def read_document(path: Path) -> Document:
     try:
         values, keys = _parse(read_text(path, LARGEST_FILE))
     except FileNotFoundError:
-        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        remedy = f"this folder has: {', '.join(near)}" if near else "give the path of a YAML file"
+        near = ", ".join(sorted(map(str, path.parent.glob("*.yaml"))))
+        remedy = f"this folder has: {near}" if near else "give the path of a YAML file"
         raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
     except OSError as error:
         found = f"cannot be read ({reason(error)})"
         raise ConfigError([Problem(str(path), found, "allowed: a UTF-8 text file")]) from None
-    except _NotYamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigError([Problem(where, f"not valid YAML ({error})", "", "check indentation and quotes")]) from None
+    except ValueError as error:
+        raise ConfigError(
+            [Problem(str(path), f"not valid YAML ({error})", "", "check indentation and quotes")]
+        ) from None
     lines: dict[str, int] = {}
     problems = []
     for dotted, line in keys:
@@ -128,29 +82,33 @@ def read_document(path: Path) -> Document:
             found = f"given twice, on lines {lines[dotted]} and {line}"
             problems.append(Problem(dotted, found, "allowed: once", "remove one"))
         lines[dotted] = line
-    if problems:
-        raise ConfigError(problems, source=str(path))
     if values is not None and not isinstance(values, dict):
         found = "holds a list" if isinstance(values, list) else f"holds one value, {str(values)[:60]!r}"
-        raise ConfigError([Problem(str(path), found, "allowed: keys with values")])
+        problems.append(Problem(str(path), found, "allowed: keys with values"))
+    if problems:
+        raise ConfigError(problems, source=str(path))
     return Document(values or {}, lines)
 
 
 def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
-    """Return the value of a text, and its dotted keys with their lines; raise `_NotYamlError`."""
+    """Return the value of a text, and its dotted keys with their lines; raise `ValueError` with the reason."""
+    depth = 0
     try:
+        for event in yaml.parse(text, _Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
+                what = "an alias; write the value out" if depth <= DEEPEST else f"nested more than {DEEPEST} deep"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark)
         loader = _Loader(text)
         node = loader.get_single_node()
-        # First the keys, because constructing a document adds those that << merges.
-        keys = list(_keys(node))
-        return None if node is None else loader.construct_document(node), keys
+        return None if node is None else loader.construct_document(node), list(_keys(node))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise _NotYamlError(f"the character U+{int(error.character):04X} is not allowed", line) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ValueError(f"line {line}: the character U+{int(error.character):04X} is not allowed") from None
+    except (yaml.YAMLError, ValueError, KeyError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
-        raise _NotYamlError(problem, mark.line + 1 if mark else None) from None
+        raise ValueError(f"line {mark.line + 1}: {problem}" if mark else problem) from None
 
 
 def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:

@@ -26,7 +26,7 @@ from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
 from models.volume_codec import VolumeCodec, block_bytes
 from runtime.files import RunFolder
 from runtime.observer import phase
-from runtime.placement import move
+from runtime.precision import move
 from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import OCCUPIED_THRESHOLD, AutoencoderTraining

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from data import DataSplit
-from runtime.cli.execution import DISK_ERRORS
 from runtime.files import RUNS, RunFolder, check_regular, put_in_place, reason, temporary_beside
 from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError, known_keys, look_up, restored, stored
@@ -67,10 +66,9 @@ class Checkpoints:
                 path = self.folder / f"{stem}_{digest[:16]}.pt"
                 put_in_place(temporary, path)
         except OSError as error:
-            why = DISK_ERRORS.get(error.errno or 0, reason(error))
             raise TrainingError(
-                f"{self.folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are "
-                "untouched; free disk space or choose another name, then run the same command again"
+                f"{self.folder}: the checkpoint of step {step} could not be written ({reason(error)}); "
+                "earlier checkpoints are untouched; make room or choose another name, then run the same command again"
             ) from error
         # The oldest beyond `keep`, and temporary files of interrupted saves.
         for old in [p for p in self._newest_first() if p != path][self.keep - 1 :]:

@@ -18,7 +18,6 @@ import torch
 
 from data import DataSplit
 from models import build_autoencoder, build_discriminator, build_unet
-from runtime import cublas
 from runtime.files import (
     LATENTS,
     PREPARED,
@@ -31,6 +30,7 @@ from runtime.files import (
     used_caches,
     write_text,
 )
+from runtime.precision import cublas_config
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from training.recording import duration_text
@@ -121,7 +121,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cublas_workspace": cublas.workspace_config(),
+        "cublas_workspace": cublas_config(),
     }
     if volumes is not None:
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}

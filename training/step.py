@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from runtime.files import RunFolder
 from runtime.observer import phase
-from runtime.placement import move
-from runtime.precision import Precision
+from runtime.precision import Precision, move
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings, TrainingSettings
@@ -53,7 +52,7 @@ class TrainingStep(ABC):
         self.updaters[name] = Updater(
             name, network, learning_rate, self.training, self.precision, self.schedule, uses_muon
         )
-        if name == self.stage and self.training.averages_weights:
+        if name == self.stage and self.training.ema_decay != 0:
             self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)
 

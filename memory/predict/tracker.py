@@ -35,8 +35,8 @@ from memory.predict.records import (
     WorkCounter,
 )
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
-from runtime import cublas
 from runtime.observer import MemoryObserver, current_phase, observed_by
+from runtime.precision import cublas_bytes
 
 aten = torch.ops.aten
 _RESULT_FIRST = (torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default)
@@ -216,7 +216,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             self.adopt([out], "inputs")
         if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
             self._threads_with_cublas.add(in_backward)  # forward and backward run in threads of their own
-            self._keep_from_the_start(cublas.workspace_bytes(), "cuBLAS")
+            self._keep_from_the_start(cublas_bytes(), "cuBLAS")
         if self.cuda:
             self._pass_through(*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:

@@ -3,6 +3,7 @@
 from runtime.cli.arguments import (
     above_zero,
     add_config,
+    add_run_options,
     add_training,
     at_least,
     check_output_file,
@@ -12,19 +13,3 @@ from runtime.cli.arguments import (
     write_output,
 )
 from runtime.cli.execution import INTERRUPTED, OUT_OF_MEMORY, STEP_LINES, run
-
-__all__ = [
-    "INTERRUPTED",
-    "OUT_OF_MEMORY",
-    "STEP_LINES",
-    "above_zero",
-    "add_config",
-    "add_training",
-    "at_least",
-    "check_output_file",
-    "check_output_folder",
-    "overrides_of",
-    "parser",
-    "run",
-    "write_output",
-]

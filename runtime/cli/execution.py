@@ -6,21 +6,21 @@ import argparse
 import contextlib
 import errno
 import io
-import json
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from runtime.cli.arguments import check_output_file, overrides_of
 from runtime.files import printable
 from settings.errors import UserError
-from settings.writing import dump_with_origins
+from settings.load import dump_with_origins
 
 STEP_LINES = "steps"
 """The logger of plain lines about training steps, which a terminal leaves out because it shows a bar."""
@@ -28,12 +28,8 @@ OUT_OF_MEMORY = 3
 INTERRUPTED = 130
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the disk is read-only",
-}
-# Errors about the path itself: a folder in place of a file or the reverse, a name too long, no permission.
+# The disk is full or read-only; a folder in place of a file or the reverse, a name too long, no permission.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
 
 
@@ -63,19 +59,20 @@ def _exit_code(main: Callable[[argparse.Namespace], int | None], options: argpar
     except UserError as error:
         return _report(error)
     except OSError as error:
-        if error.errno in PATH_ERRORS and error.filename:
-            return _report(UserError(f"{error.filename}: {error.strerror}; make it usable, or give another path"))
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in DISK_ERRORS and not (error.errno in PATH_ERRORS and error.filename):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
+        return _report(UserError(f"{where}{error.strerror}; make room there or give another path, then run it again"))
     except (MemoryError, RuntimeError) as error:
+        if "no kernel image" in str(error):
+            way_out = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
+            return _report(UserError(f"device.type: this torch has no kernels for the GPU; {way_out}"))
         # Compare the name of torch's error, because this module must not import torch.
         # On a CPU torch raises a plain RuntimeError.
         is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
         if not isinstance(error, MemoryError) and not is_torchs:
             raise
-        _say("out of memory; python scripts/oom_ladder.py shows what to change", "error")
+        _say("error: out of memory; python scripts/oom_ladder.py shows what to change")
         return OUT_OF_MEMORY
     except KeyboardInterrupt as error:
         _say("interrupted" if not error.args else f"interrupted by {error}; run the same command again")
@@ -110,7 +107,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _report(error: UserError) -> int:
-    """Print an error unless another rank prints it, pass it on to torchrun, and return the exit code."""
+    """Print an error unless another rank prints it, and return the exit code."""
     rank = os.environ.get("RANK", "0")
     is_ours = not error.is_reported_by_another_rank
     if error.is_reported_by_another_rank is None:
@@ -118,12 +115,7 @@ def _report(error: UserError) -> int:
         is_ours = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_ours:
         who = f"process {rank}: " if rank != "0" else ""
-        _say(f"{who}{printable(error, keep=_LAYOUT)}", "error")
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun shows the error with the earliest timestamp as the root cause.
-        details = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": str(error), "extraInfo": details}}))
+        _say(f"error: {who}{printable(error, keep=_LAYOUT)}")
     return error.exit_code
 
 
@@ -138,24 +130,6 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record), keep=_LAYOUT)
 
 
-class _OncePerText(logging.Filter):
-    """Lets each warning of a library through once, without the line of its source."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name != "py.warnings":
-            return True
-        text = record.getMessage().partition("\n")[0]
-        record.msg, record.args = "%s", (text,)
-        words = text.split(": ", 1)[-1]  # it may come from several places: file.py:12: UserWarning: text
-        is_new = words not in self._seen
-        self._seen.add(words)
-        return is_new
-
-
 class _LineHandler(logging.StreamHandler):
     """Gives each message a line of its own above the progress bars, instead of the end of a bar."""
 
@@ -164,21 +138,6 @@ class _LineHandler(logging.StreamHandler):
         # Forked workers share the lock of tqdm, and one that is killed would leave it locked.
         with contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(self.stream, nolock=True):
             super().emit(record)
-
-
-class _LogFile(logging.FileHandler):
-    """Says once that the file cannot be written, for example on a full disk, and lets the command go on without it."""
-
-    has_failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
-        if not self.has_failed:
-            print(f"warning: --log-file: {self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr)
-        self.has_failed = True
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
-            super().close()
 
 
 def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None) -> None:
@@ -200,30 +159,29 @@ def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None
     if log_file is not None and is_rank_zero:
         check_output_file(log_file, "--log-file", [] if config is None else [config])
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        to_file = _LogFile(log_file, encoding="utf-8", errors="backslashreplace")
+        to_file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(_PrintableFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         handlers.append(to_file)
-    for handler in handlers:
-        handler.addFilter(_OncePerText())
     logging.basicConfig(level=level, handlers=handlers, force=True)
-    logging.captureWarnings(True)
-    # Rank zero has the same libraries.
-    logging.getLogger("py.warnings").setLevel(logging.NOTSET if is_rank_zero else logging.ERROR)
+    warnings.simplefilter("once", UserWarning)
+    warnings.showwarning = _log_warning
     if quiet:
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which happens later
 
 
-def _say(text: str, kind: str | None = None) -> None:
+def _log_warning(message: Any, category: type, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    """Log the warning of a library without the line of its source; rank zero has the same libraries."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
+
+def _say(text: str) -> None:
     """Print how the command ends to standard error, even if it is quiet, and add it to the log file."""
-    print(text if kind is None else f"{_red(kind)}: {text}", file=sys.stderr)
-    _to_log_file(text if kind is None else f"{kind}: {text}")
+    print(text, file=sys.stderr)
+    _to_log_file(text)
 
 
 def _to_log_file(text: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None))
-
-
-def _red(text: str) -> str:
-    return f"\033[31m{text}\033[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text

@@ -13,15 +13,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
-SURVIVED, UNUSABLE = 1, 2
 TEST_SECONDS = 300  # a fault may make a test wait for ever
-PASSING: set[str] = set()  # tests that were seen to pass without a fault
 
 
 class CheckError(Exception):
@@ -80,12 +78,11 @@ def caught_by(fault: Fault) -> str | None:
         text = path.read_text(encoding="utf-8")
         path.write_text(fault.seeded(text), encoding="utf-8")
         failed = _first_failure(folder, tests)
-        if failed is not None and failed not in PASSING:
+        if failed is not None:
             path.write_text(text, encoding="utf-8")
             shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # it may look as new as the file
             if _first_failure(folder, [*tests, "--last-failed"]) is not None:
                 raise CheckError(f"{failed} fails without any fault, too; mend that first")
-            PASSING.add(failed)
         return failed
 
 
@@ -115,25 +112,21 @@ def main() -> int:
     """Try the faults that were asked for; return 1 when one survives, 2 when one cannot be tried."""
     parser = argparse.ArgumentParser(description="Seed faults one at a time and see whether the tests notice.")
     parser.add_argument("--only", default="", metavar="NAME", help="faults whose name or file contains this")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time (%(default)s)")
     options = parser.parse_args()
     faults = [fault for fault in load_faults() if options.only in f"{fault.file} {fault.name}"]
     if not faults:
         parser.error(f"--only: no fault is called {options.only!r}")
-
-    def attempt(fault: Fault) -> str:
+    outcomes: Counter[str] = Counter()
+    for fault in faults:
         try:
             found = caught_by(fault)
-            outcome = f"survived  {fault.name}" if found is None else f"caught    {fault.name}: {found}"
+            outcome, why = ("survived", "") if found is None else ("caught", f": {found}")
         except CheckError as error:
-            outcome = f"not tried {fault.name}: {error}"
-        print(outcome, flush=True)
-        return outcome.split()[0]
-
-    with ThreadPoolExecutor(options.jobs) as threads:
-        outcomes = list(threads.map(attempt, faults))
-    print(f"{outcomes.count('caught')} of {len(faults)} faults caught, {outcomes.count('survived')} survived")
-    return UNUSABLE if "not" in outcomes else SURVIVED if "survived" in outcomes else 0
+            outcome, why = "not tried", f": {error}"
+        outcomes[outcome] += 1
+        print(f"{outcome:9} {fault.name}{why}", flush=True)
+    print(f"{outcomes['caught']} of {len(faults)} faults caught, {outcomes['survived']} survived")
+    return 2 if outcomes["not tried"] else 1 if outcomes["survived"] else 0
 
 
 if __name__ == "__main__":

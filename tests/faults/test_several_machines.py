@@ -46,15 +46,13 @@ class Host:
                 if is_here and int(entry.name) != self.keeper.pid:
                     os.kill(int(entry.name), signal.SIGKILL)
 
-    def torchrun(self, folder: Path, log: str, port: int, stage: str) -> subprocess.Popen[str]:
-        """Start torchrun for one or two hosts; the store is that of the first."""
+    def torchrun(self, folder: Path, log: str, port: int, nodes: str, *script: str | Path) -> subprocess.Popen[str]:
+        """Start a script through torchrun for a number of hosts, such as 2 or 1:2; the store is that of the first."""
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=2"),
-            *("--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:{port}", "--rdzv_id=run"),
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc_per_node=1"),
+            *("--max-restarts=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:{port}", "--rdzv_id=run"),
             f"--rdzv_conf={QUICK},is_host={int(self.address == ADDRESSES[0])}",
-            *(f"--local_addr={self.address}", str(ROOT / "tests/faults/train_on_two_hosts.py")),
-            *(str(ROOT / f"train_{stage}.py"), "--config", "tiny.yaml"),
-            f"{stage}.training.gradient_accumulation_steps=1",
+            *(f"--local_addr={self.address}", *map(str, script)),
         ]
         # With torchrun's own store (torch 2.13.0) a host that joins later waits for an address that nobody publishes.
         own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "cable"}
@@ -120,7 +118,9 @@ def test_a_lost_host_costs_no_step_and_may_join_again(undisturbed, tmp_path, hos
         adopt_stage_one(undisturbed, tmp_path)
     first, second = hosts
     port = free_port()
-    launchers = [host.torchrun(tmp_path, f"host_{number}.log", port, stage) for number, host in enumerate(hosts)]
+    script = (ROOT / "tests/faults/train_on_two_hosts.py", ROOT / f"train_{stage}.py", "--config", "tiny.yaml")
+    command = ("1:2", *script, f"{stage}.training.gradient_accumulation_steps=1")
+    launchers = [host.torchrun(tmp_path, f"host_{number}.log", port, *command) for number, host in enumerate(hosts)]
     _wait((tmp_path / "inside_step").exists, tmp_path, "step 4 on both hosts")
 
     if fault == "cut":
@@ -136,7 +136,7 @@ def test_a_lost_host_costs_no_step_and_may_join_again(undisturbed, tmp_path, hos
     # The launcher on the lost host waits for the store until TCP gives up, so it is started anew.
     second.kill()
     first.ip("link", "set", "cable", "up")
-    launchers[1] = second.torchrun(tmp_path, "host_1_again.log", port, stage)
+    launchers[1] = second.torchrun(tmp_path, "host_1_again.log", port, *command)
     _wait(lambda: all(launcher.poll() is not None for launcher in launchers), tmp_path, "the end of the run")
     assert [launcher.returncode for launcher in launchers] == [0, 0], said()
     assert "in use by another process" not in said()
@@ -145,3 +145,34 @@ def test_a_lost_host_costs_no_step_and_may_join_again(undisturbed, tmp_path, hos
     expected = losses(undisturbed, stage, term)
     assert len(expected) == NUM_STEPS
     torch.testing.assert_close(losses(tmp_path, stage, term), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_quickstart_on_two_hosts_has_the_losses_of_one_process(tmp_path, hosts):
+    """The commands of scripts/quickstart.sh, with fewer volumes and updates."""
+    sizes = {"autoencoder": 1, "ldm": 4}
+    keys = ("max_steps=4", "log_every=1", "validate_every=4", "save_every=4")
+    shorter = ["--config", str(ROOT / "configs/quickstart.yaml"), "name=tiny", "data.source=phantoms:24"]
+    shorter += [f"{stage}.training.{key}" for stage, n in sizes.items() for key in (f"batch_size={n}", *keys)]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for folder in (alone, together):
+        folder.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for stage in sizes:
+        script, accumulate = ROOT / f"train_{stage}.py", f"{stage}.training.gradient_accumulation_steps=2"
+        subprocess.run([sys.executable, script, *shorter, accumulate], cwd=alone, env=environment, check=True)
+        port = free_port()
+        launchers = [
+            host.torchrun(together, f"{stage}_{number}.log", port, "2", script, *shorter)
+            for number, host in enumerate(hosts)
+        ]
+        codes = [launcher.wait(600) for launcher in launchers]
+        assert codes == [0, 0], (together / f"{stage}_0.log").read_text()
+        term = {"autoencoder": "reconstruction", "ldm": "diffusion"}[stage]
+        expected = losses(alone, stage, term)
+        assert len(expected) == 4
+        torch.testing.assert_close(losses(together, stage, term), expected, rtol=1e-5, atol=0)
+    sample = [sys.executable, str(ROOT / "scripts/sample.py"), "--run", "runs/tiny", "--num", "2", "--out", "samples"]
+    for folder in (alone, together):
+        subprocess.run(sample, cwd=folder, env=environment, check=True)
+        assert len(list((folder / "samples").glob("*.nii.gz"))) == 2

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two, values
+from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two
 from tests.faults.runs import checkpoints, free_port, losses, num_lines, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,24 +65,6 @@ def test_ranks_that_would_train_differently_are_refused_with_one_sentence(start,
     assert "Traceback" not in "".join(texts)
 
 
-def test_ranks_with_another_number_of_threads_are_refused(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values()))
-    command, port = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml"], free_port()
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, **rank_of_two(rank, port), "OMP_NUM_THREADS": str(rank + 1)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert sum("number of threads: 1 on rank 0 and 2 on rank 1; start all ranks alike" in text for text in said) == 1
-
-
 def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_path):
     commands = start_two("autoencoder", "autoencoder.training.max_steps=500")
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
@@ -93,22 +74,19 @@ def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_pat
     assert all(f"stopped after step {saved};" in command.output for command in commands)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what_to_do(warm, start, tmp_path, rank):
+def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what_to_do(start):
     # As torchrun does it: the store belongs to none of the processes.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    together["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    arguments = [rank, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml", "--on-oom", "next-rung"]
+    shared = {"signalled": "MemoryError", "moment": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     commands = [
-        warm(
-            tmp_path,
-            "tests/faults/train_without_memory.py",
-            *arguments,
-            output=tmp_path / f"output_{each}.log",
-            **together | {"RANK": each, "LOCAL_RANK": each},
+        start(
+            "autoencoder",
+            "--on-oom",
+            "next-rung",
+            output=f"output_{rank}.log",
+            **shared | rank_of_two(rank, store.port),
         )
-        for each in ("0", "1")
+        for rank in range(2)
     ]
     assert [command.wait() for command in commands] == [3, 3], [command.output for command in commands]
     output = commands[0].output + commands[1].output

@@ -3,7 +3,8 @@
 python train_and_signal.py SIGNAL MOMENT SCRIPT ARGUMENT ...
 
 MOMENT is the number of the step that it begins, counted from 0, or `save`: while it writes its second checkpoint. Of
-several processes the one of rank 1 gets the signal, and only before torchrun restarts them.
+several processes the one of rank 1 gets the signal, and only before torchrun restarts them. Instead of getting a signal
+it may run out of memory: MemoryError.
 """
 
 import os
@@ -16,13 +17,15 @@ import training.checkpoints
 from training.step import TrainingStep
 
 
-def signal_at_step(number: int, chosen: int) -> None:
+def signal_at_step(name: str, chosen: int) -> None:
     accumulate = TrainingStep.accumulate
     is_meant = os.environ.get("RANK", "1") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def signalled(self, micro_batches, step, run):
         if step == chosen and is_meant:
-            os.kill(os.getpid(), number)
+            if name == "MemoryError":
+                raise MemoryError
+            os.kill(os.getpid(), signal.Signals[name])
         return accumulate(self, micro_batches, step, run)
 
     TrainingStep.accumulate = signalled  # type: ignore[method-assign]
@@ -47,6 +50,6 @@ if __name__ == "__main__":
     if moment == "save":
         signal_at_second_save(signal.Signals[name])
     else:
-        signal_at_step(signal.Signals[name], int(moment))
+        signal_at_step(name, int(moment))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -9,8 +9,7 @@ from monai.networks.nets import DiffusionModelUNet
 from memory.predict.emulation import measure_peak
 from memory.predict.prediction import GIB
 from models import build_autoencoder, build_unet
-from runtime.cublas import workspace_bytes
-from runtime.placement import move
+from runtime.precision import cublas_bytes, move
 from settings import Settings
 
 HIGH_RES = (256, 256, 64)
@@ -37,7 +36,7 @@ def laid_out(model):
 def bytes_without_cublas(tracker):
     """Return the peak on the device less what cuBLAS keeps: two workspaces, whatever the network and the grid."""
     cublas = sum(record.nbytes for record in tracker.alive_at_peak() if record.op == "cuBLAS")
-    assert cublas <= 2 * workspace_bytes()
+    assert cublas <= 2 * cublas_bytes()
     return tracker.peak["device"] - cublas
 
 

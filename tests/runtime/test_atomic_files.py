@@ -15,9 +15,8 @@ from runtime.files import exclusive_lock, replacing, write_text
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("failed"), KeyboardInterrupt()])
 @pytest.mark.parametrize("before", [None, "old"])
-def test_a_failed_write_leaves_the_file_as_it_was_and_nothing_else(tmp_path, error, before):
+def test_a_failed_write_leaves_the_file_as_it_was_and_nothing_else(tmp_path, before):
     path = tmp_path / "file.txt"
     if before is not None:
         path.write_text(before)
@@ -25,18 +24,11 @@ def test_a_failed_write_leaves_the_file_as_it_was_and_nothing_else(tmp_path, err
     def write_half() -> None:
         with replacing(path) as temporary:
             temporary.write_text("half of the")
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         write_half()
     assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
-
-
-def test_a_failed_rename_removes_the_temporary_file(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_text(tmp_path / "folder", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
@@ -81,7 +73,6 @@ def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLD = (
     "import sys; from pathlib import Path; from runtime.files import exclusive_lock\n"
     "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"

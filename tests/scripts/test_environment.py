@@ -26,26 +26,23 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bash(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": str(project / "bin"), "HOME": str(project), "PYENV_ROOT": str(project / "no-pyenv")}
-    return subprocess.run([*command], cwd=project, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def fake_python(project: Path, name: str, text: str) -> None:
+def set_up_with(project: Path, name: str, text: str) -> subprocess.CompletedProcess[str]:
+    """Source environment.sh where only this Python is found."""
     path = project / "bin" / name
     path.write_text(f"#!{project}/bin/bash\n{text}\n")
     path.chmod(0o755)
+    command = ["bash", "-c", "source scripts/environment.sh requirements.txt"]
+    environment = {"PATH": str(project / "bin"), "HOME": str(project)}
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_without_a_supported_python_the_supported_ones_are_named(project):
-    fake_python(project, "python3", '[ "$1" = --version ] && echo "Python 3.10.1" || exit 1')
-    done = bash(project, "bash", "-c", "source scripts/environment.sh requirements.txt")
+    done = set_up_with(project, "python3", '[ "$1" = --version ] && echo "Python 3.10.1" || exit 1')
     assert done.returncode == 2
     assert "error: found Python 3.10.1; Python 3.11, 3.12 or 3.13 is needed; install one" in done.stderr
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_each_supported_python_is_accepted(project, version):
-    fake_python(project, f"python{version}", 'echo "$@" >> asked; [ "$1" = -c ]')
-    bash(project, "bash", "-c", "source scripts/environment.sh requirements.txt")
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
+def test_a_supported_python_is_accepted(project, version):
+    set_up_with(project, f"python{version}", 'echo "$@" >> asked; [ "$1" = -c ]')
     assert (project / "asked").read_text().splitlines()[-1] == "-m venv .venv"

@@ -28,16 +28,11 @@ def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
 
 FILES = ("metrics.jsonl", "environment.json", "memory_autoencoder.json", "oom_report.json")
 CONTENTS: tuple[bytes, ...] = (
-    *(b"", b"{", b"\xff\xfe\0", b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"1" * 5000, b"\xef\xbb\xbf{}"),
+    *(b"", b"{", b"\xff\xfe\0", b"[]", b"3", b"[" * 100_000, b"1" * 5000),
     *(b'{"step": 1e400, "stage": "autoencoder"}', b'{"step": true, "stage": 3}', b'{"stage": "ldm", "step": -1}'),
-    b'{"stage": "autoencoder", "step": 1, "kl": 1' + b"0" * 400 + b"}\n",
     b'{"stage": "autoencoder", "step": 1' + b"0" * 400 + b', "kl": 1}\n',
-    b'{"command": 3, "packages": [], "device": {}}',
-    b'{"command": ["--config", "\\u0000"], "packages": {"torch": null}}',
-    b'{"command": ["--config", "' + b"x" * 300 + b'"], "device": "\\udcff\\ud800"}',
+    b'{"command": ["--config", "\\u0000"], "packages": {"torch": null}, "device": {}}',
     b'{"prediction": {"peak_allocated_bytes": NaN}}',
-    b'{"prediction": 3}',
-    b'{"stage": "autoencoder", "step": "x", "next_rung": 3}',
     b'{"stage": "autoencoder", "step": 3, "phase": null, "next_rung": {}}',
 )
 
@@ -96,12 +91,6 @@ def test_damaged_config_of_a_run_is_refused(tmp_path, capsys):
         (run / "config.yaml").write_bytes(content)
         assert run_here("scripts/report.py", "--run", run) == 2
         assert "config.yaml" in capsys.readouterr().err
-
-
-def test_run_of_an_impossible_name_is_refused(capsys):
-    for name in ("x" * 300, "", "/dev/null"):
-        assert run_here("scripts/report.py", "--run", name) == 2
-        assert "no config.yaml; give the folder of a run" in capsys.readouterr().err
 
 
 def test_names_that_no_encoding_has_are_escaped_in_the_page(tmp_path):

@@ -85,37 +85,25 @@ def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(run, 
     assert 'ldm.scheduler.prediction: "epsilon" -> "v"' in capsys.readouterr().err
 
 
-def broken(run: Path, folder: Path, stage: str) -> Path:
-    """Return a copy of a run in which one weight of a stage is not finite."""
-    shutil.copytree(run, folder / "broken")
-    path = folder / "broken" / f"{stage}.safetensors"
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_values_that_are_not_finite_are_an_error_and_not_a_result(run, stage, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(run, tmp_path / "broken")
+    path = folder / f"{stage}.safetensors"
     state, metadata = load_weights(path)
-    last = "decoder.blocks.0.conv.weight" if stage == "autoencoder" else "conv_in.conv.weight"
-    state[last].view(-1)[0] = torch.nan
+    state["decoder.blocks.0.conv.weight" if stage == "autoencoder" else "conv_in.conv.weight"].view(-1)[0] = torch.nan
     save_weights(path, state, metadata)
-    return folder / "broken"
-
-
-def test_samples_that_are_not_finite_are_an_error_and_not_a_result(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = broken(run, tmp_path, "ldm")
-    assert run_here("scripts/sample.py", "--run", folder, "--num", "2", "--out", "drawn") == 2
-    assert "sample_seed0_0000.nii.gz: the networks gave values that are not finite" in capsys.readouterr().err
-    assert not list(tmp_path.glob("drawn/*"))
-    assert run_here("scripts/evaluate.py", "--run", folder, "--num", "2", "--json", "e.json") == 2
-    assert "sample 0: the networks gave values that are not finite" in capsys.readouterr().err
-    assert not Path("e.json").exists()
-
-
-def test_reconstructions_that_are_not_finite_are_an_error_and_not_a_result(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = broken(run, tmp_path, "autoencoder")
-    (folder / "ldm.safetensors").unlink()
-    shutil.rmtree(folder / "checkpoints")
-    write_nifti(Path("a.nii.gz"), np.random.default_rng(0).random((1, 16, 16, 16), np.float32), np.eye(4))
-    assert run_here("scripts/reconstruct.py", "--run", folder, "--input", "a.nii.gz", "--out", "out") == 2
-    assert "a.nii.gz: the networks gave values that are not finite" in capsys.readouterr().err
+    if stage == "ldm":
+        first, where = ["sample.py", "--num", "2", "--out", "out"], "sample_seed0_0000.nii.gz: "
+    else:
+        (folder / "ldm.safetensors").unlink()
+        shutil.rmtree(folder / "checkpoints")
+        write_nifti(Path("a.nii.gz"), np.random.default_rng(0).random((1, 16, 16, 16), np.float32), np.eye(4))
+        first, where = ["reconstruct.py", "--input", "a.nii.gz", "--out", "out"], "a.nii.gz: "
+    for script, *options in (first, ["evaluate.py", "--num", "2", "--json", "e.json"]):
+        assert run_here(f"scripts/{script}", "--run", folder, *options) == 2
+        said = capsys.readouterr().err
+        assert "the networks gave values that are not finite" in said
+        assert where in said or script == "evaluate.py"
     assert not list(tmp_path.glob("out/*"))
-    assert run_here("scripts/evaluate.py", "--run", folder, "--json", "e.json") == 2
-    assert ": the networks gave values that are not finite" in capsys.readouterr().err
     assert not Path("e.json").exists()

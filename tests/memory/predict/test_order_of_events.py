@@ -7,7 +7,7 @@ from memory.predict.emulation import CopiedWeights, emulated, measure_peak, plac
 from memory.predict.tracker import MemoryTracker
 from models import build_discriminator
 from runtime.observer import observed_by
-from runtime.placement import move
+from runtime.precision import move
 from settings.autoencoder import AutoencoderSettings
 
 

@@ -16,8 +16,7 @@ from models.autoencoder import announce_offloaded, offloaded_bytes
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
 from models.lean.rows import HostMemoryError, HostSpace, HostVolume, ReadAhead, Remembered
 from runtime.observer import MemoryObserver, observed_by
-from runtime.placement import move
-from runtime.precision import Precision
+from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
