@@ -57,14 +57,15 @@ def fresh_processes() -> ProcessPoolExecutor:
 
 def _track_matrix(settings: Settings) -> Row:
     """Track the step that training makes, with MONAI's default attention."""
-    from memory.predict.step import build_step, track_step
+    from memory.predict.step import build_step, tracked_step
 
     def build(*question: Any) -> Any:
         step = build_step(*question)
         use_matrix_attention(step.networks_on_device["autoencoder"])
         return step
 
-    return _tracked(track_step(settings, "autoencoder", build=build))
+    with tracked_step(settings, "autoencoder", build=build) as (_, tracker):
+        return _tracked(tracker)
 
 
 def track_reference(settings: Settings) -> Row:
@@ -84,9 +85,7 @@ def track_reference(settings: Settings) -> Row:
 
 
 def _tracked(tracker: Any) -> Row:
-    from memory.predict.records import total_flops
-
-    total = total_flops(tracker.flops)
+    total = tracker.flops.total() - tracker.flops["attention"]  # which is in the others, too
     return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": total}}
 
 

@@ -15,11 +15,11 @@ from diffusion.conditioning import empty_condition, kinds_of
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import VolumeSampler, guided, num_predictions
+from memory.kernels.operators import Done, combined
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
 from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
-from memory.predict.records import Done, combined
 from memory.predict.tracker import MemoryTracker
 from models import build_unet
 from models.volume_codec import VolumeCodec, frozen_codec
@@ -38,27 +38,25 @@ VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the lat
 
 def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, Done]:
     """Validate one volume as training does, right after a step; return what each part of a validation does."""
+
+    def done_by(run: Callable[[], object]) -> Done:
+        tracker.work = {}
+        run()
+        return tracker.work
+
     with phase(VALIDATION), torch.no_grad():
         if stage == "autoencoder":
-            image = torch.zeros(1, settings.autoencoder.in_channels, *settings.data.voxel_size)
-            return {VALIDATED_VOLUME: _done_by(tracker, lambda: reconstruct_and_measure(step, image))}
+            image = _volume(settings)[None]
+            return {VALIDATED_VOLUME: done_by(lambda: reconstruct_and_measure(step, image))}
         codec = VolumeCodec(step.autoencoder, settings.autoencoder, step.precision, budget_bytes=0)
         step.unet.eval()
-        condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
-        batch = LatentBatch(zeros, (0,), condition)
+        batch = LatentBatch(zeros, (0,), empty_condition(settings, 1))
         held_out = HeldOut(settings, step.normalisation, step.precision)
-        parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out.errors(step.unet, batch))}
-        drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
-        decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
-        return {**parts, PREVIEWS: _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)}
-
-
-def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> Done:
-    """Return what a function does."""
-    tracker.work = {}
-    run()
-    return tracker.work
+        losses = done_by(lambda: held_out.errors(step.unet, batch))
+        drawn = done_by(lambda: _sample(step.unet, codec, settings))
+        decoded = done_by(lambda: codec.decode(zeros[0]))
+        return {VALIDATED_VOLUME: losses, PREVIEWS: _all_previews(settings, losses, drawn, decoded)}
 
 
 def _all_previews(settings: Settings, losses: Done, drawn: Done, decoded: Done) -> Done:
@@ -90,31 +88,27 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton:
 
     def sample() -> None:
         unet, codec = _unet(settings), _codec(settings)
-        if _encoded_conditions(settings):
+        if _encodings(settings)[1]:
             codec.encode(_volume(settings))
         _sample(unet, codec, settings)
 
     if stage == "autoencoder":
         return {RECONSTRUCTION: track(reconstruct)}
     programs = {SAMPLING: track(sample)}
-    if encodings_per_volume(settings):
+    if any(_encodings(settings)):
         programs[ENCODING] = track(lambda: _codec(settings).encode(_volume(settings)))
     return programs
 
 
-def encodings_per_volume(settings: Settings) -> int:
+def _encodings(settings: Settings) -> tuple[int, int]:
     """Return how often the autoencoder encodes each volume before stage 2: for a kept latent, and for conditions."""
-    return (settings.ldm.latents.cache != "none") + _encoded_conditions(settings)
-
-
-def _encoded_conditions(settings: Settings) -> int:
-    """Return how often the autoencoder encodes conditions of each volume."""
-    return sum(kind.num_encodings for kind in kinds_of(settings.ldm.conditioning))
+    conditions = sum(kind.num_encodings for kind in kinds_of(settings.ldm.conditioning))
+    return int(settings.ldm.latents.cache != "none"), conditions
 
 
 def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> Done | None:
     """Return what a volume and its conditions take to be encoded; None if nothing is encoded."""
-    return combined([(encodings_per_volume(settings), programs[ENCODING].work)]) if ENCODING in programs else None
+    return combined([(sum(_encodings(settings)), programs[ENCODING].work)]) if ENCODING in programs else None
 
 
 def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:

@@ -6,17 +6,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, is_dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memory.kernels.cpu_convolutions import limited_to
-from memory.predict.allocator import AllocatorLimits, replay_pinned
+from memory.kernels.convolutions import limited_to
+from memory.kernels.operators import Done, combined, work_parts
+from memory.predict.allocator import AllocatorLimits, replay_pinned, replay_training
 from memory.predict.emulation import CopiedWeights, emulated, place, tracked
-from memory.predict.history import replay_training
 from memory.predict.known_results import CPU
 from memory.predict.prediction import (
     ENCODED_VOLUME,
@@ -29,9 +29,15 @@ from memory.predict.prediction import (
     fullest_step,
     tier_of,
 )
-from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, combined, total_flops, work_parts
 from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
-from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
+from memory.predict.tracker import (
+    CONVOLUTION_WORKSPACES,
+    LIBRARY_WORKSPACES,
+    WORKSPACE,
+    Allocation,
+    MemoryTracker,
+    StepEvents,
+)
 from runtime.observer import observed_by
 from runtime.precision import onednn_limit
 from runtime.processes import Process
@@ -60,16 +66,16 @@ def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> 
     return LatentDiffusionStep(settings, process, load_weights=False)
 
 
-def track_step(
+@contextmanager
+def tracked_step(
     settings: Settings,
     stage: Stage,
     fake: bool = True,
     cuda: bool = True,
     build: Callable[[Settings, Stage], TrainingStep] = build_step,
-    after: Callable[[TrainingStep, MemoryTracker], None] | None = None,
     without_triton: int = 0,
-) -> MemoryTracker:
-    """Run the micro-batch that needs the most memory and return its tracker; then call `after` with the step, if given.
+) -> Iterator[tuple[TrainingStep, MemoryTracker]]:
+    """Run the micro-batch that needs the most memory; yield the step and its tracker, which goes on in the block.
 
     The optimizer states exist, the adversarial term is active and, with accumulation, the gradients of earlier
     micro-batches exist too. So this peak is the peak of the whole training. With fake=False, run on real CPU tensors.
@@ -100,103 +106,79 @@ def track_step(
             with tracker.waiting_on_host(_tensors(batch) if fake and cuda else ()):
                 step.backward([batch], number)
                 update = len(tracker.trace)
-                tracker.of_micro_batch = tracker.counted()
+                tracker.of_micro_batch = tracker.flops.copy(), combined([(1, tracker.work)])
                 step.update(number)
             tracker.step = StepEvents(start, update, len(tracker.trace))
-            if after is not None:
-                del batch
-                after(step, tracker)
-    return tracker
-
-
-@dataclass(frozen=True)
-class _StepEnd:
-    """What the tracker had counted when the step was over and validation began, work for all micro-batches."""
-
-    events: int
-    allocated: int
-    host: int
-    phase_peaks: dict[str, int]
-    alive: list[Allocation]
-    flops: Counter[str]
-    work: Done
-    bucket_bytes: int  # what the buckets of several processes add
+            del batch
+            yield step, tracker
 
 
 def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, without_triton: int = 0) -> Prediction:
-    """Predict in this process; use `memory.predict.predict` to do it in a worker.
+    """Predict in this process; a `Predictor` does it in a worker.
 
     whole_run: also what validation and the programs around training need. without_triton: as in `MemoryTracker`.
     """
     start = time.perf_counter()
     is_cuda, training = settings.device.type != "cpu", settings.training_of(stage)
-    ends: list[_StepEnd] = []
-    beside: dict[str, Done] = {}
-
-    def after(step: TrainingStep, tracker: MemoryTracker) -> None:
-        peak, alive = tracker.peak, tracker.alive_at_peak()
-        # The buckets of several processes have room for all gradients; those at the peak live in them.
-        trained = sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters)
-        bucket_bytes = max(0, trained - _breakdown(alive)["gradients"])
-        # An update has as many micro-batches as are accumulated, but moves the weights once.
-        more = training.gradient_accumulation_steps - 1
-        flops, work = tracker.flops.copy(), combined([(1, tracker.work), (more, tracker.of_micro_batch[1])])
-        for name, number in tracker.of_micro_batch[0].items():
-            flops[name] += more * number
-        counts = (alive, flops, work, bucket_bytes)
-        ends.append(_StepEnd(len(tracker.trace), peak["device"], peak["host"], tracker.phase_peaks, *counts))
-        tracker.reset()
-        if whole_run:
-            beside.update(run_validation(step, settings, stage, tracker))
-
-    with limited_to(onednn_limit(settings.device)):  # as the process that trains will be
-        tracker = track_step(settings, stage, cuda=is_cuda, after=after, without_triton=without_triton)
-        on_cpu = _on_cpu(settings, is_cuda)
-        programs = other_programs(on_cpu, stage, is_cuda, without_triton) if whole_run else {}
-    end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
-    run_peaks = {}
-    if whole_run:
-        run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
-        if (encoded := encoded_volume(settings, programs)) is not None:
-            beside[ENCODED_VOLUME] = encoded
-    on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
-    default, expandable = AllocatorLimits(), AllocatorLimits(expandable_segments=True)
-    reserved = {
-        chosen: max(replay_training(tracker, chosen).peak_reserved, end.allocated)
-        for chosen in ({default, expandable, limits} if is_cuda else ())
-    }
+    limits, default = AllocatorLimits.parse(settings.device.allocator), AllocatorLimits()
+    expandable = AllocatorLimits(expandable_segments=True)
     grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
+    run_peaks: dict[str, dict[str, int]] = {}
+    beside: dict[str, Done] = {}
+    with limited_to(onednn_limit(settings.device)):  # as the process that trains will be
+        with tracked_step(settings, stage, cuda=is_cuda, without_triton=without_triton) as (step, tracker):
+            peak, phase_peaks, alive = tracker.peak["device"], tracker.phase_peaks, tracker.alive_at_peak()
+            # The buckets of several processes have room for all gradients; those at the peak live in them.
+            trained = sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters)
+            # An update has as many micro-batches as are accumulated, but moves the weights once.
+            more = training.gradient_accumulation_steps - 1
+            flops, work = tracker.flops, combined([(1, tracker.work), (more, tracker.of_micro_batch[1])])
+            for name, number in tracker.of_micro_batch[0].items():
+                flops[name] += more * number
+            on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
+            host_bytes = replay_pinned(tracker.trace, on_host) if is_cuda else tracker.peak["host"]
+            reserved = {
+                chosen: max(replay_training(tracker, chosen).peak_reserved, peak)
+                for chosen in ({default, expandable, limits} if is_cuda else ())
+            }
+            if whole_run:
+                tracker.reset()
+                beside = run_validation(step, settings, stage, tracker)
+        if whole_run:
+            programs = other_programs(_on_cpu(settings, is_cuda), stage, is_cuda, without_triton)
+            run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
+            if (encoded := encoded_volume(settings, programs)) is not None:
+                beside[ENCODED_VOLUME] = encoded
     num_phantoms = settings.data.num_phantoms or 0
     held_out = settings.data.num_held_out(num_phantoms) if num_phantoms else 0
-    tier, alive = tier_of(settings, stage), end.alive
-    flops = {name: end.flops[name] for name in ("forward", "backward", "recompute", "attention")}
+    tier, breakdown = tier_of(settings, stage), _breakdown(alive)
+    purposes = ("forward", "backward", "recompute")
     return Prediction(
         stage=stage,
         tier=tier,
-        peak_allocated_bytes=end.allocated,
-        peak_reserved_bytes=reserved.get(limits, end.allocated),
-        peak_reserved_default_bytes=reserved.get(default, end.allocated),
-        peak_reserved_expandable_bytes=reserved.get(expandable, end.allocated),
-        host_bytes=replay_pinned(tracker.trace[: end.events], on_host) if is_cuda else end.host,
-        phase=max(end.phase_peaks, key=lambda name: end.phase_peaks[name]),
-        phase_peaks=end.phase_peaks | {name: peak["allocated_bytes"] for name, peak in run_peaks.items()},
-        breakdown=_breakdown(alive),
-        activations=_by_module_and_level(alive, grid),
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved.get(limits, peak),
+        peak_reserved_default_bytes=reserved.get(default, peak),
+        peak_reserved_expandable_bytes=reserved.get(expandable, peak),
+        host_bytes=host_bytes,
+        phase=max(phase_peaks, key=lambda name: phase_peaks[name]),
+        phase_peaks=phase_peaks | {name: both["allocated_bytes"] for name, both in run_peaks.items()},
+        breakdown=breakdown,
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
-        flops={**flops, "total": total_flops(flops)},
+        flops={name: flops[name] for name in (*purposes, "attention")} | {"total": sum(flops[n] for n in purposes)},
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
-        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE),
-        kernels=sum(work.kernels for work in end.work.values()),
-        work=work_parts(end.work, lambda shape: level_of(shape, grid)),
+        traffic_bytes=sum(done.nbytes for key, done in work.items() if key[2] != WORKSPACE),
+        kernels=sum(done.kernels for done in work.values()),
+        work=work_parts(work, lambda shape: level_of(shape, grid)),
         beside={name: work_parts(done) for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=[num_phantoms - held_out, held_out],  # zeros if only the data can tell
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
-        bucket_bytes=end.bucket_bytes,
+        bucket_bytes=max(0, trained - breakdown["gradients"]),
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
         not_predicted=NOT_PREDICTED if is_cuda else NOT_PREDICTED_ON_CPU,
@@ -279,23 +261,6 @@ def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
     return None
 
 
-def _by_module_and_level(alive: list[Allocation], grid: tuple[int, ...]) -> list[dict[str, Any]]:
-    sums: Counter[tuple[str, int | None]] = Counter()
-    for record in alive:
-        if not record.category and record.module:
-            sums[".".join(record.module.split(".")[:2]), level_of(record.shape, grid)] += record.nbytes
-    return [
-        {"module": module, "level": level, "bytes": nbytes} for (module, level), nbytes in sums.most_common() if nbytes
-    ]
-
-
 def _describe(record: Allocation) -> dict[str, Any]:
-    return {
-        "bytes": record.nbytes,
-        "shape": list(record.shape),
-        "dtype": record.dtype,
-        "module": record.module,
-        "category": record.category or "activations",
-        "op": record.op,
-        "phase": record.phase,
-    }
+    plain = {name: getattr(record, name) for name in ("dtype", "module", "op", "phase")}
+    return {"bytes": record.nbytes, "shape": list(record.shape), "category": record.category or "activations", **plain}

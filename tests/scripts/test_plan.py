@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from memory.predict import predict
+from memory.predict import Predictor
 from memory.predict.prediction import GIB
 from runtime.cli import run
 from scripts import plan
@@ -52,7 +52,9 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     assert counts is not None
     assert f"autoencoder {counts[1]}, " in summarise(settings, "autoencoder", 3)
     assert f"unet {counts[2]}" in summarise(settings, "ldm", 3)
-    assert f"stage 1 {predict(settings, 'autoencoder').required_bytes / GIB:.1f} GiB (" in printed
+    with Predictor() as predictor:
+        needed = predictor.predict(settings, "autoencoder").required_bytes
+    assert f"stage 1 {needed / GIB:.1f} GiB (" in printed
 
 
 def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes):

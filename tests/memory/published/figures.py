@@ -15,6 +15,7 @@ from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
 from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
+from tests.memory.published.unets import maisi_networks
 
 OLD_CUDNN = 8902
 """A cuDNN of the time when the figures of the fallback were published, before 64-bit indices."""
@@ -115,7 +116,7 @@ def predict_convolution(row: Convolution) -> float:
 def predict_maisi(grid: tuple[int, ...]) -> float:
     """Return what one step of MAISI's diffusion network allocates: batch 1, fp16 autocast, Adam."""
     with emulated() as mode:
-        unet = build_maisi()
+        unet, _ = maisi_networks(is_rflow=True)
         with tracked(mode) as tracker:
             tracker.adopt(unet.parameters(), "parameters")
             num_parameters = sum(p.numel() for p in unet.parameters())
@@ -126,32 +127,3 @@ def predict_maisi(grid: tuple[int, ...]) -> float:
             nn.functional.mse_loss(y.float(), x).backward()
     # Adam's two states and the gradients; the parameters are in the peak.
     return (tracker.peak["device"] + 12 * num_parameters) / GIB
-
-
-def build_maisi() -> nn.Module:
-    """Return MAISI's diffusion network as published, 181 million parameters.
-
-    Its constructor refuses the kernel that never stores an attention matrix where there is no GPU, so the blocks are
-    told to use it afterwards.
-    """
-    from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
-    from monai.networks.blocks.selfattention import SABlock
-
-    unet = DiffusionModelUNetMaisi(
-        spatial_dims=3,
-        in_channels=4,
-        out_channels=4,
-        num_channels=(64, 128, 256, 512),
-        attention_levels=(False, False, True, True),
-        num_head_channels=(0, 0, 32, 32),
-        num_res_blocks=2,
-        use_flash_attention=False,
-        resblock_updown=True,
-        include_fc=True,
-        include_spacing_input=True,
-        num_class_embeds=128,
-    )
-    for module in unet.modules():
-        if isinstance(module, SABlock):
-            module.use_flash_attention = True
-    return unet

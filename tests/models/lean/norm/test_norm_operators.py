@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory.predict.cuda_autocast import cuda_autocast_rules
+from memory.predict.emulation import cuda_autocast_rules
 from models.lean.norm import group_norm, operators, torch_kernels
 from models.lean.norm.affine import Norm
 from models.lean.norm.operators import group_means, norm_input_grad, norm_sums, normalise, statistics, uses_triton
