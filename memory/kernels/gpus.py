@@ -21,8 +21,10 @@ FULL_RATES = {(7, 5): 8, (8, 6): 4, (8, 9): 4, (12, 0): 4}
 """How many times faster than plain fp32 unhindered tensor cores are in 16 bits, by compute capability."""
 BUS_GBS = ((6, 15.75), (8, 31.5), (9, 63.0))
 """GB/s in each direction of 16 lanes of PCIe 3.0, 4.0 and 5.0, and the capability from which on cards have them."""
-EIGHT_LANES = ("RTX 3050", "RTX 4050", "RTX 4060", "RTX 4070 Laptop", "RTX 5050", "RTX 5060", "RTX 5070 Laptop")
-EIGHT_LANES += ("RTX 2000 Ada",)
+EIGHT_LANES = (
+    *("RTX 2000 Ada", "RTX 3050", "RTX 4050", "RTX 4060", "RTX 4070 Laptop"),
+    *("RTX 5050", "RTX 5060", "RTX 5070 Laptop"),
+)
 """The cards whose chips have half as many, with their variants."""
 
 

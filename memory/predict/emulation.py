@@ -172,17 +172,50 @@ class _StepObserver(MemoryObserver):
 
         The second is the first to start from the state that an equal chunk leaves behind.
         """
-        if self.tracker.fake is None:
+        tracker = self.tracker
+        if tracker.fake is None:
             yield from chunks
             return
         for _, group in groupby(chunks, key=_shape_of):
             first, *others = group
             yield first
             if others:
-                segment = _Segment(self.tracker)
+                once, before = (len(tracker.kept), len(tracker.benchmarked)), (tracker.flops, tracker.work)
+                start, known = len(tracker.trace), len(tracker.allocations)
+                tracker.start_counting()
                 yield others[0]
-                is_repeated = segment.repeat(len(others) - 1)
-                yield from () if is_repeated else others[1:]
+                is_alike = once == (len(tracker.kept), len(tracker.benchmarked))
+                copies = _repeat(tracker, start, known, len(others) - 1) if is_alike else 0
+                flops, work = before
+                for purpose, number in tracker.flops.items():
+                    flops[purpose] += (copies + 1) * number
+                tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
+                yield from others[copies + 1 :]
+
+
+def _repeat(tracker: MemoryTracker, start: int, known: int, copies: int) -> int:
+    """Record what follows `start` so many times more; return how often: 0 times if it releases other than it makes.
+
+    The copies come before the events themselves, because what those have left is still alive.
+    """
+    events, records = tracker.trace[start:], tracker.allocations
+    released = {~event for event in events if event < 0}
+    left = [event for event in events if event >= 0 and event not in released]
+    taken_over = sorted(index for index in released if index < known)
+    if [records[index].nbytes for index in taken_over] != [records[index].nbytes for index in left]:
+        return 0
+    predecessor = {index: index for index in taken_over}
+    trace = tracker.trace[:start]
+    for _ in range(copies):
+        copy = dict(predecessor)
+        for event in events:
+            if event >= 0:
+                copy[event] = len(records)
+                records.append(records[event])
+            trace.append(copy[event] if event >= 0 else ~copy[~event])
+        predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
+    tracker.trace[:] = trace + [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
+    return copies
 
 
 class CopiedWeights(MemoryObserver):
@@ -214,48 +247,6 @@ def place(tracker: MemoryTracker, weights: Iterable[Tensor], copied: Sequence[Te
 
 def _shape_of(chunk: Sequence[Any]) -> tuple[int, tuple[bool, ...]]:
     return len(chunk), tuple(isinstance(part, int) for part in chunk[0])
-
-
-class _Segment:
-    """What a tracker records from now on, until it is repeated."""
-
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self.tracker = tracker
-        self.start, self.first = len(tracker.trace), len(tracker.allocations)
-        self.once = len(tracker.kept), len(tracker.benchmarked)
-        self.counts = tracker.flops, tracker.work
-        tracker.start_counting()
-
-    def repeat(self, copies: int) -> bool:
-        """Record the segment so many times more; return False if it cannot be repeated.
-
-        The copies come before the segment itself, because what it has left is still alive.
-        """
-        tracker = self.tracker
-        events, records = tracker.trace[self.start :], tracker.allocations
-        released = {~event for event in events if event < 0}
-        left = [event for event in events if event >= 0 and event not in released]
-        taken_over = sorted(index for index in released if index < self.first)
-        is_even = [records[index].nbytes for index in taken_over] == [records[index].nbytes for index in left]
-        if not is_even or self.once != (len(tracker.kept), len(tracker.benchmarked)):
-            copies = 0
-        predecessor = {index: index for index in taken_over}
-        trace = tracker.trace[: self.start]
-        for _ in range(copies):
-            copy = dict(predecessor)
-            for event in events:
-                if event >= 0:
-                    copy[event] = len(records)
-                    records.append(records[event])
-                trace.append(copy[event] if event >= 0 else ~copy[~event])
-            predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
-        trace += [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
-        tracker.trace[:] = trace
-        flops, work = self.counts
-        for purpose, number in tracker.flops.items():
-            flops[purpose] += (copies + 1) * number
-        tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
-        return bool(copies)
 
 
 def measure_peak(

@@ -196,9 +196,8 @@ class Predictor:
     def __init__(self, workers: int = 1, without_triton: int = 0) -> None:
         self._without_triton = without_triton
         self._threads = ThreadPoolExecutor(workers)
-        # Keep the workers' warnings out of the training's output.
         self._folder = tempfile.TemporaryDirectory()
-        self._stderr = Path(self._folder.name) / "stderr"
+        self._stderr = Path(self._folder.name) / "stderr"  # keeps warnings out of the training's output
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._processes = [self._start() for _ in range(workers)]
         for process in self._processes:
@@ -239,15 +238,12 @@ class Predictor:
             answer = ""
         self._idle.put(process)
         if not answer:
-            raise PredictionError(f"the prediction worker exited with code {process.wait()}; {self._last_error()}")
+            printed = self._stderr.read_text().strip().splitlines() or ["it printed no error"]
+            raise PredictionError(f"the prediction worker exited with code {process.wait()}; {printed[-1]}")
         values: dict[str, Any] = json.loads(answer)
         if "error" in values:
             raise PredictionError(values["error"])
         return values
-
-    def _last_error(self) -> str:
-        lines = self._stderr.read_text().strip().splitlines()
-        return lines[-1] if lines else "it printed no error"
 
     def _start(self) -> subprocess.Popen[str]:
         program = f"from memory.predict import prediction; prediction.answer_requests({self._without_triton})"

@@ -85,19 +85,11 @@ class _ModuleNames:
         self.running: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._of_node: dict[int, str] = {}
-        self._hooks: list[RemovableHandle] = []
 
-    def follow(self) -> None:
-        """Follow the calls of all modules until `stop`."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def stop(self) -> None:
-        """Stop following."""
-        for hook in self._hooks:
-            hook.remove()
+    def follow(self) -> list[RemovableHandle]:
+        """Follow the calls of all modules until the handles are removed."""
+        left = register_module_forward_hook(self._leave, always_call=True)
+        return [register_module_forward_pre_hook(self._enter), left]
 
     def add(self, name: str, root: nn.Module) -> None:
         """Name a module, and by their paths those inside it."""
@@ -182,11 +174,12 @@ class MemoryTracker(TorchDispatchMode):
         return False
 
     def __enter__(self) -> "MemoryTracker":
-        self._modules.follow()
+        self._hooks = self._modules.follow()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._modules.stop()
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
 
     def name_modules(self, name: str, root: nn.Module) -> None:

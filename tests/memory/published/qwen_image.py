@@ -216,3 +216,13 @@ class QwenImageVae(nn.Module):
         cache = Cache()
         encoded = self.encoder(image, cache)
         return self.quant(encoded)
+
+
+def qwen_in_half() -> QwenImageVae:
+    """Return the network with fp16 weights; fake weights cannot be converted afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        return QwenImageVae()
+    finally:
+        torch.set_default_dtype(before)

@@ -21,8 +21,7 @@ from memory.kernels.timing import WorkPart, predicted_seconds
 from memory.predict.emulation import emulated, tracked
 from memory.predict.tracker import MemoryTracker
 from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
-from tests.memory.published.figures import built_in_half
-from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
+from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
 from tests.memory.published.unets import (
     CUBE,
     NnUnet,
@@ -278,13 +277,13 @@ def half_zeros(*shape: int) -> torch.Tensor:
 
 def count_qwen() -> Callable[[], Any]:
     """Return the decoding of one image."""
-    vae = built_in_half(QwenImageVae)
+    vae = qwen_in_half()
     return torch.no_grad()(lambda: vae.decode(half_zeros(1, LATENT_CHANNELS, 1, 128, 128)))
 
 
 def count_wan() -> Callable[[], Any]:
     """Return the decoding of 17 frames, by the same network."""
-    vae = built_in_half(QwenImageVae)
+    vae = qwen_in_half()
     return torch.no_grad()(lambda: vae.decode_video(half_zeros(1, LATENT_CHANNELS, 5, 80, 48)))
 
 

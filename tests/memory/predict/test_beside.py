@@ -12,7 +12,7 @@ from diffusion.sampling import num_predictions
 from memory.kernels.operators import Done, Work
 from memory.predict.emulation import emulated, tracked
 from memory.predict.prediction import GIB
-from memory.predict.run import (
+from memory.predict.step import (
     ENCODING,
     USED_SHARE,
     _all_previews,
@@ -20,9 +20,9 @@ from memory.predict.run import (
     _shortened,
     encoded_volume,
     other_programs,
+    predict_step,
     sampling_batch,
 )
-from memory.predict.step import predict_step
 from memory.predict.tracker import MemoryTracker
 from models.volume_codec import VolumeCodec, frozen_codec
 from runtime.processes import Process
