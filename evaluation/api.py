@@ -24,7 +24,7 @@ from memory.kernels.gpus import chosen_gpu
 from memory.ladder.rungs import Order
 from memory.ladder.walk import Ladder, walk
 from memory.predict.prediction import GIB, Prediction, Predictor, Stage
-from memory.predict.run import sampling_batch
+from memory.predict.step import sampling_batch
 from memory.watch.calibration import corrected
 from runtime.files import printable
 from settings import UserError, load_settings

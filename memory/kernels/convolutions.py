@@ -1,4 +1,4 @@
-"""What a convolution allocates on a GPU besides its results: copies, cuDNN's workspace, or an unfolded input.
+"""What a convolution allocates besides its results: copies, a workspace, or an unfolded input.
 
 cuDNN computes 16-bit convolutions in channels-last order. For contiguous tensors it copies the input and the output
 into that order, in a workspace of their size; figures that others read from GPUs agree with that to the percent. For
@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from runtime.precision import ONEDNN_LIMIT
 
 SHIPPED_CUDNN = 92000
 """The cuDNN that comes with the pinned torch; assumed where torch was built without cuDNN."""
@@ -54,13 +60,28 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     """Return what one call of a convolution or of its backward allocates; None for other operators."""
     packet = func._overloadpacket
     if packet is aten.convolution:
-        x, weight, _, _, _, _, is_transposed, _, groups = args
-        return _memory([(x, out)], x, weight, None, out, is_transposed, groups, cudnn)
-    if packet is aten.convolution_backward:
+        x, weight, *_, is_transposed, _, groups = args
+        grad, y, wanted = None, out, [(x, out)]
+    elif packet is aten.convolution_backward:
         grad, x, weight, *_, is_transposed, _, groups, needs = args
+        y = grad
         wanted = [part for part, is_needed in zip(((grad, x), (x, grad)), needs[:2], strict=True) if is_needed]
-        return _memory(wanted, x, weight, grad, grad, is_transposed, groups, cudnn)
-    return None
+    else:
+        return None
+    last = is_channels_last(x) or is_channels_last(weight)
+    is_large = max(x.numel() // x.shape[0], y.numel() // y.shape[0]) > LARGEST_SAMPLE
+    is_low = x.dtype in _LOW_PRECISION
+    channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
+    unfolded = channels // groups * weight.shape[2:].numel() * voxels.numel() * x.element_size()
+    # The conditions of ATen's Convolution.cpp; some versions compute volumes in 16 bits wrongly.
+    is_wrong = 90800 <= cudnn < 91500 and is_low and not last and weight.dim() == 5 and weight.shape[2:].numel() > 1
+    if is_wrong or (is_large and cudnn < 90300):
+        return ConvolutionMemory((unfolded,) * len(wanted), is_unfolded=True, unfolded=unfolded)
+    return ConvolutionMemory(
+        tuple(source.nbytes + result.nbytes if is_low and not last else 0 for source, result in wanted),
+        *_copies([source is x for source, _ in wanted], x, weight, grad, last, is_transposed),
+        unfolded=unfolded if is_large else 0,
+    )
 
 
 def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format | None:
@@ -69,9 +90,7 @@ def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format 
     if packet not in (aten.convolution, aten.convolution_backward):
         return None
     x, weight = args[:2] if packet is aten.convolution else args[1:3]
-    if x.dim() not in (4, 5) or not (is_channels_last(x) or is_channels_last(weight)):
-        return torch.contiguous_format
-    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    return _layout_of(x, x.dim() in (4, 5) and (is_channels_last(x) or is_channels_last(weight)))
 
 
 def trial_key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -85,29 +104,6 @@ def trial_key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (func, x.dtype, x.shape, weight.shape, convolution_layout(func, args), *geometry)
 
 
-def _memory(
-    wanted: list[tuple[Tensor, Tensor]],
-    x: Tensor,
-    weight: Tensor,
-    grad: Tensor | None,
-    y: Tensor,
-    is_transposed: bool,
-    groups: int,
-    cudnn: int,
-) -> ConvolutionMemory:
-    last = is_channels_last(x) or is_channels_last(weight)
-    is_large = max(x.numel() // x.shape[0], y.numel() // y.shape[0]) > LARGEST_SAMPLE
-    is_low = x.dtype in _LOW_PRECISION
-    if _cudnn_refuses(weight, last, is_low, is_large, cudnn):
-        nbytes = _unfolded_bytes(x, weight, y, is_transposed, groups)
-        return ConvolutionMemory((nbytes,) * len(wanted), is_unfolded=True, unfolded=nbytes)
-    return ConvolutionMemory(
-        tuple(nbytes_of(source) + nbytes_of(result) if is_low and not last else 0 for source, result in wanted),
-        *_copies([source is x for source, _ in wanted], x, weight, grad, last, is_transposed),
-        unfolded=_unfolded_bytes(x, weight, y, is_transposed, groups) if is_large else 0,
-    )
-
-
 def _copies(
     read_x: list[bool], x: Tensor, weight: Tensor, grad: Tensor | None, last: bool, is_transposed: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,29 +112,16 @@ def _copies(
     A gradient that is not dense is copied for each pass, but once for a transposed convolution, or if its strides name
     the other layout. Those of a gradient with one channel may do that, although it is dense in both.
     """
-    of_x, of_weight = (0 if _is_dense(part, last) else nbytes_of(part) for part in (x, weight))
+    of_x, of_weight = (0 if _is_dense(part, last) else part.nbytes for part in (x, weight))
     if grad is None:
         return (of_x,), (of_weight,)
-    of_grad, once = 0 if _is_dense(grad, last) else nbytes_of(grad), 0
+    of_grad, once = 0 if _is_dense(grad, last) else grad.nbytes, 0
     if is_transposed:
         of_grad, once = 0, of_grad
     elif is_channels_last(grad) != last:
-        of_grad, once = 0, nbytes_of(grad)
+        of_grad, once = 0, grad.nbytes
     first = (of_x if any(read_x) else 0, once)
     return first if read_x else (), tuple(of_grad + (0 if reads_x else of_weight) for reads_x in read_x)
-
-
-def _cudnn_refuses(weight: Tensor, last: bool, is_low: bool, is_large: bool, cudnn: int) -> bool:
-    """Return whether torch computes without cuDNN, following the conditions in ATen's Convolution.cpp."""
-    if is_large and cudnn < 90300:
-        return True
-    has_wrong_results = 90800 <= cudnn < 91500
-    return has_wrong_results and is_low and not last and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1
-
-
-def _unfolded_bytes(x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool, groups: int) -> int:
-    channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
-    return channels // groups * math.prod(weight.shape[2:]) * math.prod(voxels) * x.element_size()
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -148,12 +131,123 @@ def is_channels_last(x: Tensor) -> bool:
 
 def _is_dense(x: Tensor, last: bool) -> bool:
     """Return whether torch reads `x` as it is in channels-last order, or in the other one."""
-    layout = torch.contiguous_format
+    return x.is_contiguous(memory_format=_layout_of(x, last))
+
+
+def _layout_of(x: Tensor, last: bool) -> torch.memory_format:
+    if not last:
+        return torch.contiguous_format
+    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+
+
+# On a CPU oneDNN computes contiguous tensors in blocks of channels, as many as a vector register holds: it copies the
+# input and the weights into that order and the output back. Channels-last tensors are read as they are. Where oneDNN is
+# not used, torch unfolds the input. Found by the growth of the resident memory around single calls, with torch 2.13.
+
+SMALLEST_FOR_ONEDNN = 20480
+"""torch asks oneDNN for a single sample only if batch x channels x rows x height exceed this, or for large kernels."""
+_NARROW = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
+_SUPPORTED = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+_limit: ContextVar[str | None] = ContextVar("limit", default=None)
+
+
+@contextmanager
+def limited_to(instructions: str) -> Iterator[None]:
+    """Count inside the block as if oneDNN might use these instructions at most; else as ONEDNN_MAX_CPU_ISA says."""
+    token = _limit.set(instructions)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def cpu_convolution_passes(func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
+    """Return what each pass of a convolution or of its backward holds besides its result; empty for other operators."""
+    packet = func._overloadpacket
+    if packet is aten.convolution:
+        x, weight, _, stride, _, _, is_transposed, _, _ = args
+        return [_result_pass(x, out, x, weight, stride, is_transposed)]
+    passes = []
+    if packet is aten.convolution_backward:
+        grad, x, weight, _, stride, _, _, is_transposed, _, _, needs = args
+        if needs[0]:  # the gradient of the input is a convolution of the other direction
+            passes.append(_result_pass(grad, x, x, weight, stride, not is_transposed, is_backward=True))
+        if needs[1]:
+            passes.append(_weight_pass(grad, x, weight, stride, is_transposed))
+    return passes
+
+
+def _result_pass(
+    source: Tensor,
+    result: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    is_transposed: bool,
+    is_backward: bool = False,
+) -> int:
+    """Return what a pass from `source` to `result` holds besides both; `x` is the input of the forward pass."""
+    if not _asks_onednn(x, weight, stride):
+        if _is_pointwise(weight, stride) and not is_backward:
+            return x.nbytes if is_channels_last(x) else 0  # torch's own kernels copy it
+        unfolded = _unfolded_on_cpu(source, result, weight, is_transposed)
+        return unfolded * (3 if is_backward and x.element_size() == 2 else 1)
+    if is_channels_last(x) or is_channels_last(weight):
+        return 0
+    if is_transposed and max(stride) > 1:
+        return 2 * result.nbytes
+    blocked = _blocked_bytes(result)
+    return max(_blocked_bytes(source) + blocked - result.nbytes, blocked)
+
+
+def _weight_pass(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], is_transposed: bool) -> int:
+    last = is_channels_last(x) or is_channels_last(weight)
+    if not _asks_onednn(x, weight, stride):
+        if _is_pointwise(weight, stride):
+            return x.nbytes if is_channels_last(x) else 0
+        return _unfolded_on_cpu(x, grad, weight, is_transposed)
+    if _block() < 16 and not _is_pointwise(weight, stride):
+        # Without AVX-512 one row of the input is unfolded at a time, after its sample was copied from channels-last.
+        large, small = (grad, x) if is_transposed else (x, grad)
+        row = _unfolded_on_cpu(large, small, weight, False) // small.shape[0] // small.shape[2]
+        return row + (large.nbytes // large.shape[0] if last else 0)
     if last:
-        layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-    return x.is_contiguous(memory_format=layout)
+        return 0
+    blocked = _blocked_bytes(grad) + (_blocked_bytes(x) if x.shape[1] > 1 else 0)
+    return blocked * (2 if x.element_size() == 2 else 1)
 
 
-def nbytes_of(x: Tensor) -> int:
-    """Return the bytes of the elements of `x`."""
-    return x.numel() * x.element_size()
+def _asks_onednn(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    """Return whether torch computes with oneDNN, following the conditions in ATen's Convolution.cpp."""
+    if x.dtype in _SUPPORTED:
+        return _SUPPORTED[x.dtype]() and _block() == 16
+    if x.dtype != torch.float32:
+        return False
+    if _is_pointwise(weight, stride) and x.shape[0] < 16 and torch.get_num_threads() == 1:
+        return False
+    is_wide = weight.shape[-1] > 3 and weight.shape[-2] > 3
+    return is_wide or x.shape[0] > 1 or math.prod(x.shape[:4]) > SMALLEST_FOR_ONEDNN
+
+
+def _is_pointwise(weight: Tensor, stride: list[int]) -> bool:
+    return math.prod(weight.shape[2:]) == 1 and max(stride) == 1
+
+
+def _unfolded_on_cpu(source: Tensor, result: Tensor, weight: Tensor, is_transposed: bool) -> int:
+    """Return the size of all taps of the larger side at all voxels of the smaller one."""
+    taps, voxels = (result, source) if is_transposed else (source, result)
+    return taps.shape[0] * taps.shape[1] * weight.shape[2:].numel() * voxels.shape[2:].numel() * taps.element_size()
+
+
+def _blocked_bytes(x: Tensor) -> int:
+    """Return the size of a tensor whose channels are filled up to whole blocks."""
+    return x.nbytes // x.shape[1] * (-(-x.shape[1] // _block()) * _block())
+
+
+def _block() -> int:
+    """Return how many channels one of oneDNN's blocks has."""
+    is_limited = (_limit.get() or os.environ.get(ONEDNN_LIMIT, "")).upper() in _NARROW
+    return 8 if is_limited or "AVX512" not in torch.backends.cpu.get_cpu_capability() else 16

@@ -1,4 +1,4 @@
-"""What an operator does: which tensors it reads and writes, how often, its FLOPs, and whether it is a kernel at all.
+"""What operators do: which tensors they read and write, how often, their FLOPs, and the sums of all that.
 
 Counted as if every kernel read its arguments and wrote its results once. Views and allocations are no kernels, and
 `copy_` does not read what it overwrites. The norms of `models/lean` read a volume more than once.
@@ -7,22 +7,28 @@ Counted as if every kernel read its arguments and wrote its results once. Views 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from memory.kernels.timing import BACKWARD_CONVOLUTION, WorkPart
 
 aten = torch.ops.aten
-Kind = Literal["convolution", "attention", "matrix product", "norm", "copy", "other"]
 
 _NO_KERNELS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("_local_scalar_dense", "resize_", "set_", "lift_fresh"),
 }
-_FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
-"""Where the first factor of a matrix product is among its arguments; the second follows it."""
+_FLOPS = {
+    **flop_registry,
+    # On CPU and fake tensors attention uses these two.
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
 _COPIES = {"copy_", "_to_copy", "clone", "cat", "stack", "constant_pad_nd"}
 # Arguments that a norm reads a second time: once for the statistics or the sums, once for the result.
@@ -39,11 +45,11 @@ def is_kernel(func: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
-def kind_of(func: torch._ops.OpOverload) -> Kind:
+def kind_of(func: torch._ops.OpOverload) -> str:
     """Return the kind of work that an operator does."""
     name = func._overloadpacket.__name__
     if "convolution" in name:
-        return "convolution"
+        return BACKWARD_CONVOLUTION if name == "convolution_backward" else "convolution"
     if "scaled_dot_product" in name:
         return "attention"
     if name in _MATRIX_PRODUCTS:
@@ -78,13 +84,9 @@ def _writes_arguments(func: torch._ops.OpOverload) -> tuple[int, ...]:
 def traffic_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that the kernels of one call read and write."""
     read = args[1:] if func._overloadpacket is aten.copy_ else args
-    total = sum(_nbytes(tensor) for tensor in tensors_in(read))
-    if kwargs:
-        total += sum(_nbytes(tensor) for tensor in tensors_in(kwargs.values()))
-    total += sum(_nbytes(tensor) for tensor in tensors_in((out,)))
-    total += sum(_nbytes(args[position]) for position in _second_reads(func))
     written = [args[position] for position in _writes_arguments(func) if position < len(args)]
-    return total + sum(_nbytes(tensor) for tensor in tensors_in(written))
+    again = [args[position] for position in _second_reads(func)]
+    return sum(tensor.nbytes for tensor in tensors_in((read, tuple(kwargs.values()), out, again, written)))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -96,39 +98,46 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) -> int:
-    """Return the floating-point operations of one call; 0 for other operators.
-
-    torch's own counter gives the same, but importing it takes a third of a second.
-    """
-    packet = func._overloadpacket
-    # On CPU and fake tensors attention uses these two. Backward computes the weights again and four products.
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return 2 * _attention_flops(*args[:3])
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return 5 * _attention_flops(*args[1:4])
-    if packet is aten.convolution:
-        return _convolution_flops(args[0], args[1], out, is_transposed=args[6])
-    if packet is aten.convolution_backward:
-        grad, x, weight = args[:3]
-        return sum(args[-1][:2]) * _convolution_flops(x, weight, grad, is_transposed=args[7])
-    if packet in _FIRST_FACTOR:
-        first, second = args[_FIRST_FACTOR[packet] :][:2]
-        return 2 * first.numel() * second.shape[-1]
-    return 0
+    """Return the floating-point operations of one call as torch's own counter does; 0 for other operators."""
+    formula = _FLOPS.get(func._overloadpacket)
+    return formula(*args, out_val=out) if formula is not None else 0
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the operations of one of attention's matrix products: of the queries with the keys."""
-    batch, heads, tokens, channels = query.shape
-    assert value.shape[-1] == channels, "keys and values have as many channels"
-    return 2 * batch * heads * tokens * key.shape[-2] * channels
+@dataclass(slots=True)
+class Work:
+    """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""
+
+    nbytes: int = 0
+    flops: int = 0
+    kernels: int = 0
+
+    def add(self, other: Work, times: float = 1) -> None:
+        """Add other work, so many times."""
+        self.nbytes += round(times * other.nbytes)
+        self.flops += round(times * other.flops)
+        self.kernels += round(times * other.kernels)
 
 
-def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool) -> int:
-    """Return the operations of a convolution from `x` to `y`; each of its two gradients takes as many."""
-    return 2 * weight.numel() * y.shape[0] * math.prod((x if is_transposed else y).shape[2:])
+WorkKey = tuple[str, tuple[int, ...], str]
+"""The kind of an operator, and the shape and dtype of its first tensor."""
+Done = dict[WorkKey, Work]
+"""The work of one part of a run."""
+
+
+def combined(parts: Iterable[tuple[float, Done]]) -> Done:
+    """Return the sum of several amounts of work, each so many times."""
+    total: Done = {}
+    for times, work in parts:
+        for key, done in work.items():
+            total.setdefault(key, Work()).add(done, times)
+    return total
+
+
+def work_parts(work: Done, level_of: Callable[[tuple[int, ...]], int | None] = lambda _: None) -> list[dict[str, Any]]:
+    """Return work by kind, level and precision; `level_of` gives the level of a shape."""
+    sums: dict[tuple[str, int | None, bool], Work] = {}
+    for (kind, shape, dtype), done in work.items():
+        key = (kind, level_of(shape), dtype in ("torch.bfloat16", "torch.float16"))
+        sums.setdefault(key, Work()).add(done)
+    return [WorkPart(*key, total.nbytes, total.flops, total.kernels).to_json() for key, total in sums.items()]

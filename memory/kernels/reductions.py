@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory.kernels.convolutions import is_channels_last, nbytes_of
+from memory.kernels.convolutions import is_channels_last
 
 MULTIPROCESSORS, THREADS_OF_MULTIPROCESSOR = 108, 2048
 _MOST_THREADS, _WARP, _WIDEST_VECTOR = 512, 32, 4
@@ -52,7 +52,7 @@ def channel_sum_bytes(x: Tensor) -> int:
 def sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """Return the size of what an operator that sums over all voxels allocates for what it adds up; 0 for others."""
     if _is_mean_squared_error(func, args):
-        return nbytes_of(args[0])
+        return args[0].nbytes
     if func is not torch.ops.aten.sum.dim_IntList:
         return 0
     x, axes = args[:2]

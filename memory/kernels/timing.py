@@ -19,6 +19,8 @@ LAYOUT, BACKWARD_CONVOLUTION, NARROW_ATTENTION = "layout", "convolution backward
 """Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, both
 gradients of a convolution, and attention whose heads have at most so many channels:"""
 NARROW_CHANNELS = 32
+BUS_COPY = "copies over PCIe"
+"""Kind of the copies of host memory's tensors, which run beside the computation, one after the other."""
 
 HALF_CONVOLUTION = 0.46
 TF32_CONVOLUTION = 0.32
@@ -34,6 +36,9 @@ PRODUCT = 0.75
 """Share of the peak that attention and matrix products reach in 16 bits; in fp32 that of convolutions is taken."""
 NARROW_PRODUCT = 0.36
 """That of attention whose heads have so few channels that its exponentials take as long as its products."""
+BUS_MOVED = 0.85
+"""Share of PCIe's bandwidth that copies of pinned memory reach. Not fitted: `docs/prediction.md` has what was measured.
+"""
 KERNEL_SECONDS = 10e-6
 """What a kernel takes on the device besides its work: its start and its last threads. Not fitted."""
 HOST_SECONDS = 14e-6
@@ -62,7 +67,9 @@ class WorkPart:
 
 
 def seconds_of(part: WorkPart, gpu: Gpu) -> float:
-    """Return the time of one part on the device: computing, moving bytes, and starting kernels."""
+    """Return the time of one part on the device or the bus: computing, moving bytes, and starting kernels."""
+    if part.kind == BUS_COPY:  # what is read at one end is written at the other
+        return part.nbytes / 2 / (BUS_MOVED * gpu.bus_gbs * 1e9) + part.kernels * KERNEL_SECONDS
     if part.kind == LAYOUT and not gpu.has_tensor_cores:
         return 0.0  # only kernels for tensor cores need the other layout
     moved = part.nbytes / ((LAYOUT_MOVED if part.kind == LAYOUT else MOVED) * gpu.bandwidth_gbs * 1e9)
@@ -82,9 +89,14 @@ def _tflops(part: WorkPart, gpu: Gpu) -> float:
 
 
 def predicted_seconds(work: Iterable[WorkPart], gpu: Gpu) -> float:
-    """Return the time of an update: of the device, or of the host where it is slower."""
+    """Return the time of an update: that of the device, of the bus, or of the host, whichever takes longest."""
     parts = list(work)
-    return max(sum(seconds_of(part, gpu) for part in parts), HOST_SECONDS * sum(part.kernels for part in parts))
+    return max(*_device_and_bus(parts, gpu), HOST_SECONDS * sum(part.kernels for part in parts))
+
+
+def _device_and_bus(parts: list[WorkPart], gpu: Gpu) -> tuple[float, float]:
+    device, bus = (sum(seconds_of(p, gpu) for p in parts if (p.kind == BUS_COPY) == is_bus) for is_bus in (False, True))
+    return device, bus
 
 
 def time_range(expected: float, is_measured: bool = False) -> tuple[float, float]:
@@ -111,33 +123,19 @@ def seconds_range_text(expected: float, is_measured: bool = False) -> str:
     return " to ".join(f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in ends) + f" {unit}"
 
 
-@dataclass(frozen=True)
-class Dominant:
-    """The part of the work that takes most of the time: its place, its share, and what remains without it."""
+def dominant_part(work: Iterable[WorkPart], gpu: Gpu) -> tuple[str, int | None, float]:
+    """Return kind and level of what takes most of the time, a convolution with its gradients, and the share it takes.
 
-    kind: str
-    level: int | None
-    share: float
-
-    @property
-    def place(self) -> str:
-        """Return kind and level for a text."""
-        return self.kind if self.level is None else f"{self.kind} at level {self.level}"
-
-    @property
-    def times_cheaper(self) -> float:
-        """Return how many times cheaper the step would be without this part."""
-        return 1 / max(1e-9, 1 - self.share)
-
-
-def dominant_part(work: Iterable[WorkPart], gpu: Gpu) -> Dominant | None:
-    """Return what takes most of the time, a convolution with its gradients; None without work."""
+    Of copies over the bus, beside which the device computes, it is the share that is waited for.
+    """
+    parts = list(work)
+    device, bus = _device_and_bus(parts, gpu)
+    if bus >= device:
+        return BUS_COPY, None, 1 - device / bus if bus else 0.0
     seconds: Counter[tuple[str, int | None]] = Counter()
-    for part in work:
+    for part in parts:
         kind = {BACKWARD_CONVOLUTION: "convolution", NARROW_ATTENTION: "attention"}.get(part.kind, part.kind)
-        seconds[kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
-    total = sum(seconds.values())
-    if not total:
-        return None
+        if kind != BUS_COPY:
+            seconds[kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
     (kind, level), most = seconds.most_common(1)[0]
-    return Dominant(kind, level, most / total)
+    return kind, level, most / device

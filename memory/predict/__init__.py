@@ -4,6 +4,6 @@ Called by the ladder, the watch, the benchmarks and `scripts/estimate_memory.py`
 torch.
 """
 
-from memory.predict.prediction import Prediction, PredictionError, Predictor, predict, tier_of
+from memory.predict.prediction import Prediction, PredictionError, Predictor, tier_of
 
-__all__ = ["Prediction", "PredictionError", "Predictor", "predict", "tier_of"]
+__all__ = ["Prediction", "PredictionError", "Predictor", "tier_of"]

@@ -1,7 +1,8 @@
 """Replay the trace of a step through CUDA's caching allocator, to predict reserved memory as well as allocated.
 
 The allocator requests segments from the driver, splits them into blocks, and returns none of them unless it has to.
-Reserved memory is what `nvidia-smi` shows and what has to fit a budget.
+Reserved memory is what `nvidia-smi` shows and what has to fit a budget. Where blocks lie decides how well later ones
+fit, so it depends on what a run did before: what is replayed are two updates of a run, made of one tracked step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from memory.predict.prediction import MIB
+from memory.predict.tracker import MemoryTracker, StepEvents
 
 ALIGNMENT = 512
 SMALL_REQUEST = 1 * MIB  # up to this size: the small pool
@@ -122,7 +124,7 @@ class CachingAllocator:
     """A caching allocator that only counts: `allocated` bytes in use after rounding, `reserved` bytes of segments."""
 
     def __init__(self, limits: AllocatorLimits) -> None:
-        self.limits, self.expandable_segments = limits, limits.expandable_segments
+        self.limits = limits
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools = {is_small: _Pool(is_small, limits.expandable_segments) for is_small in (True, False)}
         self._segments = count(1)
@@ -137,8 +139,13 @@ class CachingAllocator:
         if block is not None:
             pool.remove(block)
         else:
-            block = self._extend(pool, size) if self.expandable_segments else self._new_segment(size)
-        if self._is_split(pool, block, size):
+            block = self._extend(pool, size) if pool.holes else self._new_segment(size)
+        rest = block.size - size
+        if pool.is_small or pool.holes:
+            is_split = rest >= ALIGNMENT
+        else:
+            is_split = rest > SMALL_REQUEST and size < self.limits.max_split_bytes
+        if is_split:
             pool.add(block.cut(size))
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -163,7 +170,7 @@ class CachingAllocator:
         """Give memory that is not in use back to the driver: whole segments, or the pages of expandable ones."""
         for pool in self._pools.values():
             for *_, block in list(pool.free):
-                if self.expandable_segments:
+                if pool.holes:
                     self._unmap(pool, block)
                 elif block.before is None and block.after is None:
                     pool.remove(block)
@@ -236,19 +243,13 @@ class CachingAllocator:
         """Put memory behind the first pages of a hole."""
         grown = min(round_up(nbytes, pool.page), hole.size)
         position = pool.holes.index(hole)
-        rest = [hole.cut(grown)] if grown < hole.size else []
-        for part in rest:
-            part.is_mapped = False
-        pool.holes[position : position + 1] = rest
+        if grown < hole.size:
+            pool.holes[position] = hole.cut(grown)
+            pool.holes[position].is_mapped = False
+        else:
+            del pool.holes[position]
         hole.is_mapped = True
         self._reserve(grown)
-
-    def _is_split(self, pool: _Pool, block: _Block, size: int) -> bool:
-        """Return whether what a request leaves of its block becomes a block of its own."""
-        rest = block.size - size
-        if pool.is_small or self.expandable_segments:
-            return rest >= ALIGNMENT
-        return rest > SMALL_REQUEST and size < self.limits.max_split_bytes
 
 
 def replay(
@@ -289,3 +290,122 @@ def replay_pinned(trace: Iterable[int], sizes: Sequence[int]) -> int:
         elif event < 0 and ~event in blocks:
             free[blocks.pop(~event)] += 1
     return reserved
+
+
+_LATER = ("optimizer", "gradients")
+"""What a tracked step begins with, but a run does not."""
+
+
+def replay_training(tracker: MemoryTracker, limits: AllocatorLimits) -> CachingAllocator:
+    """Run two updates of a tracked step through the allocator."""
+    assert tracker.step is not None, "only a tracker of a whole step knows where it is in the trace"
+    records, incoming = tracker.allocations, set(tracker.first_gradients.values())
+    owned, start = [], 0
+    for end, parameters in tracker.updaters:  # what each updater owns: its states and its gradients
+        of_updater = {index for parameter, index in tracker.first_gradients.items() if parameter in parameters}
+        owned.append({*range(start, end), *of_updater})
+        start = end
+    categories = [record.category for record in records]
+    trace, sources, emptied = training_trace(
+        tracker.trace, categories, tracker.step, incoming, tracker.kept, tracker.benchmarked, owned
+    )
+    sizes = [0 if record.place == "host" else record.nbytes for record in (records[source] for source in sources)]
+    return replay(trace, sizes, limits, emptied)
+
+
+def training_trace(
+    trace: Sequence[int],
+    categories: Sequence[str],
+    step: StepEvents,
+    incoming: set[int],
+    kept: set[int],
+    emptied: Sequence[int] = (),
+    updaters: Sequence[Container[int]] = (),
+) -> tuple[list[int], list[int], set[int]]:
+    """Return the trace of two updates, made of one step that began with optimizer states, and what it allocates.
+
+    In a real run libraries take their memory, and the first
+    micro-batch its gradients, between activations, and optimizer states come after the first backward pass. Updaters
+    take turns: the states of each come when the gradients of the one before are gone.
+
+    incoming: gradients as backward hands them to parameters. kept: what libraries take once. emptied: before which
+    events the first micro-batch empties the cache. updaters: the states and gradients of each; without, one has all.
+    The second list says of which allocation each is a copy, the third value before which events the cache is emptied.
+    """
+    copies = _Copies(kept)
+    before = [event for event in trace[: step.start] if event >= 0]
+    released = {~event for event in trace[: step.start] if event < 0}
+    update = trace[step.update : step.end]
+    is_accumulating = any(categories[index] == "gradients" and index not in released for index in before)
+    for event in trace[: step.start]:
+        index = max(event, ~event)
+        if categories[index] == "parameters" or (index not in released and categories[index] not in _LATER):
+            copies.allocate(index) if event >= 0 else copies.release(index)
+    backward = trace[step.start : step.update]
+    for number in range(2):
+        emptying = {event - step.start for event in emptied} if not number else set()
+        if is_accumulating:
+            copies.run(backward, incoming, emptying)
+            copies.end_micro_batch(incoming)
+        copies.run(backward, emptying=set() if is_accumulating else emptying)
+        done = 0
+        for owned in updaters or (range(len(categories)),):
+            for index in before if not number else ():
+                if categories[index] == "optimizer" and index in owned:
+                    copies.allocate(index)
+            end = max((i + 1 for i, event in enumerate(update) if event < 0 and ~event in owned), default=done)
+            copies.run(update[done:end])
+            copies.release_gradients(owned)
+            done = end
+        copies.run(update[done:])
+        copies.end_micro_batch()
+        copies.release_gradients(range(len(categories)))
+    return copies.trace, copies.sources, copies.emptied
+
+
+class _Copies:
+    """A trace that repeats another one; each repetition allocates anew, but for allocations in `kept`."""
+
+    def __init__(self, kept: set[int]) -> None:
+        self.kept = kept
+        self.trace: list[int] = []
+        self.sources: list[int] = []
+        self.emptied: set[int] = set()
+        self._live: dict[int, int] = {}
+        self._gradients: list[int] = []
+        self._of_micro_batch: set[int] = set()
+
+    def allocate(self, index: int) -> None:
+        self._live[index] = len(self.sources)
+        self.trace.append(len(self.sources))
+        self.sources.append(index)
+
+    def release(self, index: int) -> None:
+        self.trace.append(~self._live.pop(index))
+
+    def run(self, events: Sequence[int], staying: Container[int] = (), emptying: Container[int] = ()) -> None:
+        """Repeat events; do not release allocations in `staying`, and empty the cache before events in `emptying`."""
+        for position, event in enumerate(events):
+            if position in emptying:
+                self.emptied.add(len(self.trace))
+            if event < 0:
+                if ~event not in staying and ~event in self._live and ~event not in self.kept:
+                    self.release(~event)
+                    self._of_micro_batch.discard(~event)
+            elif event not in self._live or event not in self.kept:
+                self.allocate(event)
+                if event not in self.kept:
+                    self._of_micro_batch.add(event)
+
+    def end_micro_batch(self, gradients: Container[int] = ()) -> None:
+        """Release what is left, but `gradients`, which stay until their update is over."""
+        for index in self._of_micro_batch:
+            copy = self._live.pop(index)
+            self._gradients += [copy] if index in gradients else []
+            self.trace += [] if index in gradients else [~copy]
+        self._of_micro_batch.clear()
+
+    def release_gradients(self, owned: Container[int]) -> None:
+        """Release those gradients of earlier micro-batches that an updater owns."""
+        self.trace += [~copy for copy in self._gradients if self.sources[copy] in owned]
+        self._gradients = [copy for copy in self._gradients if self.sources[copy] not in owned]

@@ -1,6 +1,15 @@
-"""Run any piece of code under the tracker, on fake or real tensors, with CUDA's autocast rules or the CPU's."""
+"""Run any piece of code under the tracker, on fake or real tensors, with CUDA's autocast rules or the CPU's.
 
+CPU autocast leaves GroupNorm, upsampling, softmax, sums, powers and some losses in low precision. CUDA autocast runs
+them in fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are
+registered as kernels of the `AutocastCPU` dispatch key, so they apply wherever CPU autocast is on: in forward, in
+custom autograd functions, and when a checkpoint recomputes. They do not apply to code that names "cuda" when it asks
+for autocast, so networks and losses must name the device of their tensors.
+"""
+
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
@@ -9,11 +18,114 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
-from memory.predict.cuda_autocast import cuda_autocast_rules
-from memory.predict.records import combined
+from memory.kernels.operators import combined
 from memory.predict.tracker import MemoryTracker
 from runtime.observer import Chunk, MemoryObserver, observed_by
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# From ATen's autocast_mode.h; a test compares these lists with the kernels that torch registers for AutocastCUDA.
+FP32_OPS = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+    "nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
+    "_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim"
+)
+FP32_RESULT_OPS = _names(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+)
+# Low precision under CUDA autocast; CPU autocast has no kernel for them.
+LOW_PRECISION_OPS = _names("convolution _convolution addmv addr mv")
+# fp32 under CPU autocast, unchanged by CUDA autocast; only the operators that a network or a loss may use.
+UNTOUCHED_OPS = _names(
+    "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d reflection_pad1d reflection_pad2d "
+    "replication_pad1d replication_pad2d replication_pad3d quantile quantile.scalar fft_rfftn fft_irfftn "
+    "fft_fftn fft_ifftn"
+)
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _casting_kernel(name: str, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
+    op = _overload(name)
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64  # which autocast never touches
+        return tensor.to(dtype_of()) if eligible else tensor
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return op(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))
+
+    return kernel
+
+
+def _fp32_result_kernel(name: str) -> Callable[..., Any]:
+    op = _overload(name)
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        chosen = args[position] if len(args) > position else kwargs.get("dtype")
+        if chosen is None and args[0].dtype in (torch.float16, torch.bfloat16, torch.float32):
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        with _without_autocast():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _contiguous_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """Apply GroupNorm as CUDA does: copy an input that is not contiguous, and save the copy for backward."""
+    batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
+    return torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, voxels, num_groups, eps)[0]
+
+
+@contextmanager
+def cuda_autocast_rules() -> Iterator[None]:
+    """Make `torch.autocast("cpu")` choose the dtypes of `torch.autocast("cuda")` inside the block.
+
+    This does not turn autocast on. It affects the whole process, so never use it in a process that trains.
+    """
+    kernels: dict[str, Any] = {name: _casting_kernel(name, lambda: torch.float32) for name in FP32_OPS}
+    kernels |= {name: _fp32_result_kernel(name) for name in FP32_RESULT_OPS}
+    low = functools.partial(torch.get_autocast_dtype, "cpu")
+    kernels |= {name: _casting_kernel(name, low) for name in LOW_PRECISION_OPS}
+    kernels |= dict.fromkeys(UNTOUCHED_OPS, torch.library.fallthrough_kernel)
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
+            for name, kernel in kernels.items():
+                library.impl(_overload(name), kernel, "AutocastCPU")
+            library.impl(_overload("group_norm"), _contiguous_group_norm, "CompositeImplicitAutograd")
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager
@@ -60,17 +172,50 @@ class _StepObserver(MemoryObserver):
 
         The second is the first to start from the state that an equal chunk leaves behind.
         """
-        if self.tracker.fake is None:
+        tracker = self.tracker
+        if tracker.fake is None:
             yield from chunks
             return
         for _, group in groupby(chunks, key=_shape_of):
             first, *others = group
             yield first
             if others:
-                segment = _Segment(self.tracker)
+                once, before = (len(tracker.kept), len(tracker.benchmarked)), (tracker.flops, tracker.work)
+                start, known = len(tracker.trace), len(tracker.allocations)
+                tracker.start_counting()
                 yield others[0]
-                is_repeated = segment.repeat(len(others) - 1)
-                yield from () if is_repeated else others[1:]
+                is_alike = once == (len(tracker.kept), len(tracker.benchmarked))
+                copies = _repeat(tracker, start, known, len(others) - 1) if is_alike else 0
+                flops, work = before
+                for purpose, number in tracker.flops.items():
+                    flops[purpose] += (copies + 1) * number
+                tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
+                yield from others[copies + 1 :]
+
+
+def _repeat(tracker: MemoryTracker, start: int, known: int, copies: int) -> int:
+    """Record what follows `start` so many times more; return how often: 0 times if it releases other than it makes.
+
+    The copies come before the events themselves, because what those have left is still alive.
+    """
+    events, records = tracker.trace[start:], tracker.allocations
+    released = {~event for event in events if event < 0}
+    left = [event for event in events if event >= 0 and event not in released]
+    taken_over = sorted(index for index in released if index < known)
+    if [records[index].nbytes for index in taken_over] != [records[index].nbytes for index in left]:
+        return 0
+    predecessor = {index: index for index in taken_over}
+    trace = tracker.trace[:start]
+    for _ in range(copies):
+        copy = dict(predecessor)
+        for event in events:
+            if event >= 0:
+                copy[event] = len(records)
+                records.append(records[event])
+            trace.append(copy[event] if event >= 0 else ~copy[~event])
+        predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
+    tracker.trace[:] = trace + [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
+    return copies
 
 
 class CopiedWeights(MemoryObserver):
@@ -102,48 +247,6 @@ def place(tracker: MemoryTracker, weights: Iterable[Tensor], copied: Sequence[Te
 
 def _shape_of(chunk: Sequence[Any]) -> tuple[int, tuple[bool, ...]]:
     return len(chunk), tuple(isinstance(part, int) for part in chunk[0])
-
-
-class _Segment:
-    """What a tracker records from now on, until it is repeated."""
-
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self.tracker = tracker
-        self.start, self.first = len(tracker.trace), len(tracker.allocations)
-        self.once = len(tracker.kept), len(tracker.benchmarked)
-        self.counts = tracker.flops, tracker.work
-        tracker.start_counting()
-
-    def repeat(self, copies: int) -> bool:
-        """Record the segment so many times more; return False if it cannot be repeated.
-
-        The copies come before the segment itself, because what it has left is still alive.
-        """
-        tracker = self.tracker
-        events, records = tracker.trace[self.start :], tracker.allocations
-        released = {~event for event in events if event < 0}
-        left = [event for event in events if event >= 0 and event not in released]
-        taken_over = sorted(index for index in released if index < self.first)
-        is_even = [records[index].nbytes for index in taken_over] == [records[index].nbytes for index in left]
-        if not is_even or self.once != (len(tracker.kept), len(tracker.benchmarked)):
-            copies = 0
-        predecessor = {index: index for index in taken_over}
-        trace = tracker.trace[: self.start]
-        for _ in range(copies):
-            copy = dict(predecessor)
-            for event in events:
-                if event >= 0:
-                    copy[event] = len(records)
-                    records.append(records[event])
-                trace.append(copy[event] if event >= 0 else ~copy[~event])
-            predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
-        trace += [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
-        tracker.trace[:] = trace
-        flops, work = self.counts
-        for purpose, number in tracker.flops.items():
-            flops[purpose] += (copies + 1) * number
-        tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
-        return bool(copies)
 
 
 def measure_peak(

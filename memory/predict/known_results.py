@@ -57,19 +57,29 @@ class KnownResults:
                 out = func(*args, **kwargs)
                 return [self._wrap(part) for part in out] if isinstance(out, (list, tuple)) else self._wrap(out)
         key = key_of(func, args, kwargs) if how == "remembered" else None
-        if key is None:
-            return func(*args, **kwargs)
-        if key not in self._results:
-            out = func(*args, **kwargs)
-            layout, least = _layout(func, args, self.cuda), held_elements(func, args)
-            self._results[key] = _shapes(out, layout, least)
-            if layout is None and not least:
-                return out
-        shapes = self._results[key]
+        if key is not None and key not in self._results:
+            self._results[key] = self._shapes(func, args, func(*args, **kwargs))
+        shapes = None if key is None else self._results[key]
         if shapes is None:
             return func(*args, **kwargs)
         made = [None if shape is None else self._make(*shape) for shape in shapes]
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
+
+    def _shapes(self, func: Any, args: tuple[Any, ...], out: Any) -> list[Any] | None:
+        """Return shape, strides, dtype and elements held of every result; None if they are no fake tensors."""
+        parts = list(out) if isinstance(out, tuple) else [out]
+        if not all(part is None or type(part) is FakeTensor for part in parts):
+            return None
+        is_error = func is aten.mse_loss_backward.default  # whose real gradient is always contiguous
+        layout = torch.contiguous_format if is_error else convolution_layout(func, args) if self.cuda else None
+        least, shapes = held_elements(func, args), []
+        for part in parts:
+            stride = None if part is None else part.stride()
+            if part is not None and layout is not None and part.dim() >= 4:
+                with no_dispatch():
+                    stride = torch.empty(tuple(part.shape), device="meta", memory_format=layout).stride()
+            shapes.append(None if part is None else (tuple(part.shape), stride, part.dtype, least))
+        return shapes
 
     def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, least: int) -> FakeTensor:
         with no_dispatch():
@@ -80,28 +90,6 @@ class KnownResults:
 
     def _wrap(self, view: Tensor) -> Tensor:
         return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
-
-
-def _layout(func: Any, args: tuple[Any, ...], cuda: bool) -> torch.memory_format | None:
-    """Return the layout of an operator's results where fake ones may have another; None for other operators."""
-    if func is aten.mse_loss_backward.default:
-        return torch.contiguous_format
-    return convolution_layout(func, args) if cuda else None
-
-
-def _shapes(out: Any, layout: torch.memory_format | None, least: int) -> list[Any] | None:
-    """Return shape, strides and dtype of every result, and elements it holds; with a layout, volumes have it."""
-    parts = list(out) if isinstance(out, tuple) else [out]
-    if not all(part is None or type(part) is FakeTensor for part in parts):
-        return None
-    return [None if part is None else (tuple(part.shape), _strides(part, layout), part.dtype, least) for part in parts]
-
-
-def _strides(part: Tensor, layout: torch.memory_format | None) -> tuple[int, ...]:
-    if layout is None or part.dim() < 4:
-        return part.stride()
-    with no_dispatch():
-        return torch.empty(tuple(part.shape), device="meta", memory_format=layout).stride()
 
 
 @functools.cache

@@ -1,13 +1,16 @@
 """What a training step will need, and the worker processes that compute it. Never imports torch.
 
 A prediction replaces autocast rules for the whole process, so it never runs in a process that trains but always in a
-worker (`memory.predict.process`). One worker answers many requests, because starting it takes seconds of imports.
+worker (`answer_requests`). One worker answers many requests, because starting it takes seconds of imports.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,8 +22,8 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
-from memory.kernels.timing import Dominant, WorkPart, dominant_part, predicted_seconds
-from settings import Settings
+from memory.kernels.timing import WorkPart, predicted_seconds
+from settings import Settings, UserError
 
 Stage = Literal["autoencoder", "ldm"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -62,7 +65,6 @@ class Prediction:
     phase: str = ""
     phase_peaks: dict[str, int] = field(default_factory=dict)
     breakdown: dict[str, int] = field(default_factory=dict)
-    activations: list[dict[str, Any]] = field(default_factory=list)
     largest: list[dict[str, Any]] = field(default_factory=list)
     flops: dict[str, int] = field(default_factory=dict)
     margin: float = 0.0
@@ -130,27 +132,14 @@ class Prediction:
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
         """Return the times of what a run does besides its updates; of one volume if their number is unknown."""
-        return {
-            name: times
-            * predicted_seconds([WorkPart(**part) for part in self.beside[name]], gpu)
-            * self.time_correction
-            for name, times in self.times_beside.items()
-        }
-
-    @property
-    def times_beside(self) -> dict[str, int]:
-        """Return how often a run does what it does besides its updates; for one volume if their number is unknown."""
         num_train, num_held_out = self.num_volumes
         times = {
             VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
             PREVIEWS: self.num_validations,
             ENCODED_VOLUME: max(1, num_train + num_held_out),
         }
-        return {name: times[name] for name in self.beside}
-
-    def dominant(self, gpu: Gpu) -> Dominant | None:
-        """Return what takes most of an update's time on a GPU."""
-        return dominant_part(self.work_parts, gpu)
+        seconds = {n: predicted_seconds([WorkPart(**part) for part in done], gpu) for n, done in self.beside.items()}
+        return {name: times[name] * each * self.time_correction for name, each in seconds.items()}
 
     @property
     def required_with_margin(self) -> int:
@@ -207,9 +196,8 @@ class Predictor:
     def __init__(self, workers: int = 1, without_triton: int = 0) -> None:
         self._without_triton = without_triton
         self._threads = ThreadPoolExecutor(workers)
-        # Keep the workers' warnings out of the training's output.
         self._folder = tempfile.TemporaryDirectory()
-        self._stderr = Path(self._folder.name) / "stderr"
+        self._stderr = Path(self._folder.name) / "stderr"  # keeps warnings out of the training's output
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._processes = [self._start() for _ in range(workers)]
         for process in self._processes:
@@ -250,21 +238,22 @@ class Predictor:
             answer = ""
         self._idle.put(process)
         if not answer:
-            raise PredictionError(f"the prediction worker exited with code {process.wait()}; {self._last_error()}")
+            printed = self._stderr.read_text().strip().splitlines() or ["it printed no error"]
+            raise PredictionError(f"the prediction worker exited with code {process.wait()}; {printed[-1]}")
         values: dict[str, Any] = json.loads(answer)
         if "error" in values:
             raise PredictionError(values["error"])
         return values
 
-    def _last_error(self) -> str:
-        lines = self._stderr.read_text().strip().splitlines()
-        return lines[-1] if lines else "it printed no error"
-
     def _start(self) -> subprocess.Popen[str]:
+        program = f"from memory.predict import prediction; prediction.answer_requests({self._without_triton})"
+        # Predictions need no GPU, and workers must not compete for cores.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
         with self._stderr.open("a") as stderr:
             return subprocess.Popen(
-                [sys.executable, "-m", "memory.predict.process", str(self._without_triton)],
+                [sys.executable, "-c", program],
                 cwd=Path(__file__).resolve().parents[2],
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -272,7 +261,26 @@ class Predictor:
             )
 
 
-def predict(settings: Settings, stage: Stage) -> Prediction:
-    """Predict one step of `stage` in a worker of its own."""
-    with Predictor() as predictor:
-        return predictor.predict(settings, stage)
+def answer_requests(without_triton: int) -> None:
+    """Be a worker: read a JSON request per line from standard input and answer each with a line, until its end.
+
+    Whatever networks print goes to stderr. without_triton: as in `Predictor`.
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr
+    logging.disable(logging.WARNING)
+    # Garbage collection during imports and tracking, with a million live objects, takes a tenth of the time. Collect
+    # after each answer instead, when nobody waits. The predicted peak does not depend on when it runs.
+    gc.disable()
+
+    from memory.predict.step import predict_step
+
+    answer: dict[str, Any]
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            settings = Settings.model_validate(request["settings"])
+            answer = predict_step(settings, request["stage"], without_triton=without_triton).to_json()
+        except (UserError, RuntimeError, ValueError, AssertionError, TypeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        gc.collect()

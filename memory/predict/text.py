@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from memory.kernels.gpus import Gpu
-from memory.kernels.timing import hours_range_text, seconds_range_text, time_range
+from memory.kernels.timing import dominant_part, hours_range_text, seconds_range_text, time_range
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     GIB,
@@ -96,15 +96,15 @@ def _beside_text(p: Prediction, gpu: Gpu) -> str:
 
 def dominant_text(p: Prediction, gpu: Gpu) -> str:
     """Return a sentence about what takes most of the time; empty if nothing takes more than half."""
-    dominant = p.dominant(gpu)
-    if dominant is None or dominant.share < 0.5:
+    kind, level, share = dominant_part(p.work_parts, gpu)
+    if share < 0.5:
         return ""
-    text = f" {dominant.share:.0%} of it is {dominant.place}"
-    if dominant.kind == "attention" and dominant.level is not None:
+    text = f" {share:.0%} of it is {kind}" + ("" if level is None else f" at level {level}")
+    if kind == "attention" and level is not None:
         section = "autoencoder" if p.stage == "autoencoder" else "ldm.unet"
         text += (
-            f"; {section}.attention_levels without level {dominant.level} makes the update "
-            f"{dominant.times_cheaper:.1f} times cheaper, which is different mathematics"
+            f"; {section}.attention_levels without level {level} makes the update "
+            f"{1 / max(1e-9, 1 - share):.1f} times cheaper, which is different mathematics"
         )
     return text + "."
 
@@ -140,9 +140,6 @@ def _breakdown(p: Prediction) -> str:
     rows = [["alive at the peak", "", ""]]
     for name, nbytes in sorted(p.breakdown.items(), key=lambda item: -item[1]):
         rows.append([name, gib(nbytes), f"{nbytes / max(1, p.peak_allocated_bytes):.0%}"])
-        for part in p.activations[:8] if name == "activations" else ():
-            level = "" if part["level"] is None else f", level {part['level']}"
-            rows.append([f"  {part['module']}{level}", gib(part["bytes"]), ""])
     return table(rows, right=(1, 2))
 
 
@@ -156,7 +153,6 @@ def _largest(p: Prediction) -> str:
 
 
 def _compute(p: Prediction) -> str:
-    rows = [["compute of one update", "TFLOP"]]
-    rows += [[name, f"{p.flops[name] / 1e12:.2f}"] for name in ("forward", "backward", "recompute", "total")]
-    rows.append(["of which attention", f"{p.flops['attention'] / 1e12:.2f}"])
+    names = {name: name for name in ("forward", "backward", "recompute", "total")} | {"attention": "of which attention"}
+    rows = [["compute of one update", "TFLOP"], *([text, f"{p.flops[n] / 1e12:.2f}"] for n, text in names.items())]
     return table(rows, right=(1,))

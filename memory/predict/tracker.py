@@ -9,31 +9,29 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
-from memory.kernels.cpu_convolutions import cpu_convolution_memory
-from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.kernels.timing import LAYOUT
-from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
-from memory.predict.records import (
-    WORKSPACE,
-    Allocation,
-    Done,
-    ModuleNames,
-    Place,
-    Purpose,
-    StepEvents,
-    Work,
-    WorkCounter,
+from memory.kernels.convolutions import (
+    ConvolutionMemory,
+    convolution_memory,
+    cpu_convolution_passes,
+    cudnn_version,
+    trial_key,
 )
+from memory.kernels.operators import Done, Work
+from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.kernels.timing import BUS_COPY, LAYOUT, NARROW_ATTENTION, NARROW_CHANNELS
+from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime.observer import MemoryObserver, current_phase, observed_by
 from runtime.precision import cublas_bytes
@@ -50,7 +48,77 @@ MOST_PIECES = 16
 """Of a volume on a CPU. Real kernels cut it into hundreds, which would all be alike and hold next to nothing."""
 
 
-class MemoryTracker(TorchDispatchMode, WorkCounter):
+Place = Literal["device", "host"]
+WORKSPACE = "workspace"
+"""Stands where a tensor has its dtype."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage: its size, the operator, phase and module that allocated it, and whether it was released."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    phase: str
+    module: str
+    in_backward: bool
+    place: Place
+    category: str = ""  # parameters, gradients, optimizer, ema, inputs or workspaces; "" for tensors of the step
+    released: bool = False
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """Where a step is in a trace: its first event, the first one that moves weights, and the first one after it."""
+
+    start: int
+    update: int
+    end: int
+
+
+class _ModuleNames:
+    """Knows the named modules that are `running`, the innermost last, and which one each backward node belongs to."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._of_node: dict[int, str] = {}
+
+    def follow(self) -> list[RemovableHandle]:
+        """Follow the calls of all modules until the handles are removed."""
+        left = register_module_forward_hook(self._leave, always_call=True)
+        return [register_module_forward_pre_hook(self._enter), left]
+
+    def add(self, name: str, root: nn.Module) -> None:
+        """Name a module, and by their paths those inside it."""
+        for path, module in root.named_modules():
+            self._names[module] = f"{name}.{path}" if path else name
+
+    def note_operator(self) -> None:
+        """Remember which module the operator belongs to that forward runs now."""
+        if self.running:
+            # An operator's autograd node is created just before it runs, so the newest number is this operator's.
+            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = self.running[-1]
+
+    def current(self, in_backward: bool) -> str:
+        """Return the module that runs now, or whose backward does; "" if it has no name."""
+        if self.running:
+            return self.running[-1]
+        node = torch._C._current_autograd_node() if in_backward else None
+        return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self.running.append(self._names[module])
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self._names:
+            self.running.pop()
+
+
+class MemoryTracker(TorchDispatchMode):
     """Record the allocation and release of every storage created while the mode is active.
 
     `trace` holds the events in order: an allocation is its index into `allocations`, a release the complement of that
@@ -72,7 +140,9 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self.cudnn = cudnn_version() if cudnn is None else cudnn
         self.fake = fake
         self.device = CPU  # where tensors say they are
-        self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
+        self._execute: Callable[..., Any] = (
+            KnownResults(fake, cuda) if fake is not None else lambda func, args, kwargs: func(*args, **kwargs)
+        )
         self._inside: dict[Any, int] = {}
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
@@ -96,7 +166,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self._place: Place = "device"
         self._op, self._in_backward = "", False  # the operator that runs
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._modules = ModuleNames()
+        self._modules = _ModuleNames()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,11 +174,12 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         return False
 
     def __enter__(self) -> "MemoryTracker":
-        self._modules.follow()
+        self._hooks = self._modules.follow()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._modules.stop()
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
 
     def name_modules(self, name: str, root: nn.Module) -> None:
@@ -160,17 +231,53 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
     def _waits_on_host(self, tensor: Any) -> bool:
         return bool(self._waiting) and tensor.untyped_storage()._cdata in self._waiting
 
-    @property
-    def incoming(self) -> set[int]:
-        """Return the gradients as the first backward pass hands them to parameters, which keep them."""
-        return set(self.first_gradients.values())
-
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""
         self.start_counting()
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
+
+    def start_counting(self) -> None:
+        """Set the work of kernels to zero, and the FLOPs by purpose; attention's part of them is also counted alone."""
+        self.flops: Counter[str] = Counter()
+        self.work: Done = {}
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not operators.is_kernel(func):
+            return
+        flops = operators.count_flops(func, args, out)
+        first = next(operators.tensors_in((*args, out)), None)
+        if first is not None:
+            moved, shape = operators.traffic_bytes(func, args, kwargs, out), tuple(first.shape)
+            kind = BUS_COPY if self._crosses_bus(func, args) else operators.kind_of(func)
+            if kind == "attention" and shape[-1] <= NARROW_CHANNELS:
+                kind = NARROW_ATTENTION
+            self.add_work(kind, shape, str(first.dtype), Work(moved, flops, operators.passes(func)))
+        if flops:
+            self.flops[self._purpose()] += flops
+            if "scaled_dot_product" in func._overloadpacket.__name__:
+                self.flops["attention"] += flops
+
+    def add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
+        """Add work of one kind on tensors of one shape."""
+        self.work.setdefault((kind, shape, dtype), Work()).add(more)
+
+    def _crosses_bus(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an operator copies from the device to host memory or back."""
+        if func is not aten.copy_.default or not self.live["host"]:
+            return False
+        ends = [self._alive.get(tensor.untyped_storage()._cdata) for tensor in args[:2]]
+        return len({"device" if end is None else self.allocations[end[0]].place for end in ends}) == 2
+
+    def _purpose(self) -> str:
+        """Return what the operator runs for.
+
+        Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
+        """
+        if not self._in_backward:
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() or self._modules.running else "backward"
 
     def alive_at_peak(self) -> list[Allocation]:
         """Return the device storages that were alive at the peak."""
@@ -206,7 +313,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             out = self._execute(func, args, kwargs)
         if not in_backward:
             self._modules.note_operator()
-        self.count(func, args, kwargs, out, self._purpose())
+        self._count(func, args, kwargs, out)
         memory = convolution_memory(func, args, out, self.cudnn) if self.cuda else None
         if memory is not None:
             self._convolve(memory, func, args, out)
@@ -219,10 +326,10 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             self._keep_from_the_start(cublas_bytes(), "cuBLAS")
         if self.cuda:
             self._pass_through(*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
-        elif (memory := cpu_convolution_memory(func, args, out)) is not None:
-            for nbytes in memory.passes:
+        else:
+            for nbytes in cpu_convolution_passes(func, args, out):
                 self._pass_through(nbytes, category=CONVOLUTION_WORKSPACES)
-            self.workspace = max(self.workspace, *memory.passes, 0)
+                self.workspace = max(self.workspace, nbytes)
         if func.namespace == "lean" and self.fake is not None and (not self.cuda or self.without_triton):
             self._pass_through(self._held_inside(func, args, kwargs))
         return out
@@ -299,74 +406,48 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
 
     def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str = "copy") -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
-        held = []
-        for size in sizes:
-            if size:
-                held.append(self._record(size, (size,), WORKSPACE))
-                self.allocations[held[-1]].category = category
-                self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
-        return held
-
-    def _let_go(self, held: list[int]) -> None:
-        for index in held:
-            self._record_release(index)
+        wanted = [size for size in sizes if size]
+        for size in wanted:
+            self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
+        return [self._record(size, (size,), WORKSPACE, category) for size in wanted]
 
     def _keep_from_the_start(self, nbytes: int, library: str) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
-        index, here = len(self.allocations), (current_phase(), "", self._in_backward)
-        record = Allocation(nbytes, (nbytes,), WORKSPACE, library, *here, "device", LIBRARY_WORKSPACES)
-        self.allocations.append(record)
-        self.trace.append(index)
+        self._op = library
+        index = self._record(nbytes, (nbytes,), WORKSPACE, LIBRARY_WORKSPACES, note_peak=False)
+        self.allocations[index].module = ""
         self.kept.add(index)
-        self.live["device"] += nbytes
         self.peak["device"] += nbytes
         self.phase_peaks = {name: peak + nbytes for name, peak in self.phase_peaks.items()}
 
-    def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str) -> int:
-        index = len(self.allocations)
-        record = Allocation(
-            nbytes=nbytes,
-            shape=shape,
-            dtype=dtype.removeprefix("torch."),
-            op=self._op.removeprefix("aten."),
-            phase=current_phase(),
-            module=self._modules.current(self._in_backward),
-            in_backward=self._in_backward,
-            place=self._place,
-        )
-        self.allocations.append(record)
+    def _record(
+        self, nbytes: int, shape: tuple[int, ...], dtype: str, category: str = "", note_peak: bool = True
+    ) -> int:
+        index, phase = len(self.allocations), current_phase()
+        op, module = self._op.removeprefix("aten."), self._modules.current(self._in_backward)
+        place: Place = "device" if category else self._place
+        where = (phase, module, self._in_backward, place, category)
+        self.allocations.append(Allocation(nbytes, shape, dtype.removeprefix("torch."), op, *where))
         self.trace.append(index)
-        self.live[record.place] += nbytes
-        self._note_peak()
+        self.live[place] += nbytes
+        if note_peak:
+            level = self.live["device"]
+            if level > self.peak["device"]:
+                self.peak["device"] = level
+                self.peak_event = len(self.trace)
+            self.peak["host"] = max(self.peak["host"], self.live["host"])
+            self.phase_peaks[phase] = max(level, self.phase_peaks.get(phase, 0))
         return index
 
     def _release(self, key: int, _: Any) -> None:
-        self._record_release(self._alive.pop(key)[0])
+        self._let_go([self._alive.pop(key)[0]])
 
-    def _record_release(self, index: int) -> None:
-        record = self.allocations[index]
-        record.released = True
-        self.trace.append(~index)
-        self.live[record.place] -= record.nbytes
-
-    def _note_peak(self) -> None:
-        level = self.live["device"]
-        if level > self.peak["device"]:
-            self.peak["device"] = level
-            self.peak_event = len(self.trace)
-        self.peak["host"] = max(self.peak["host"], self.live["host"])
-        phase = current_phase()
-        if level > self.phase_peaks.get(phase, 0):
-            self.phase_peaks[phase] = level
-
-    def _purpose(self) -> Purpose:
-        """Return what the operator runs for.
-
-        Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
-        """
-        if not self._in_backward:
-            return "forward"
-        return "recompute" if torch.is_grad_enabled() or self._modules.running else "backward"
+    def _let_go(self, held: list[int]) -> None:
+        for index in held:
+            record = self.allocations[index]
+            record.released = True
+            self.trace.append(~index)
+            self.live[record.place] -= record.nbytes
 
 
 class _Pieces(MemoryObserver):
@@ -377,7 +458,3 @@ class _Pieces(MemoryObserver):
 
     def piece_values(self) -> int:
         return self.values
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)

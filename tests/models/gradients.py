@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from memory.predict.cuda_autocast import cuda_autocast_rules
+from memory.predict.emulation import cuda_autocast_rules
 from models.lean import checkpointing, slabs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

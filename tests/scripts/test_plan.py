@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from memory.predict import predict
+from memory.predict import Predictor
 from memory.predict.prediction import GIB
 from runtime.cli import run
 from scripts import plan
@@ -46,7 +46,9 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     assert settings.data.use_augmentation
     assert settings.data.source == str(volumes)
     assert "memorise" in Path("configs/mine.yaml").read_text()
-    assert f"stage 1 {predict(settings, 'autoencoder').required_bytes / GIB:.1f} GiB (" in printed
+    with Predictor() as predictor:
+        needed = predictor.predict(settings, "autoencoder").required_bytes
+    assert f"stage 1 {needed / GIB:.1f} GiB (" in printed
 
 
 def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from memory.predict.step import track_step
+from memory.predict.step import tracked_step
 from models.frozen_autoencoder import latents_digest, weights_digest
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights, save_weights
@@ -70,7 +70,8 @@ def test_the_encoder_keeps_its_weights_and_has_no_optimizer_state_and_no_average
 
 def test_the_predicted_step_holds_no_activation_of_the_encoder(tiny_values):
     def kept(trainable: str) -> tuple[int, int]:
-        tracker = track_step(settings_of(tiny_values, trainable), "autoencoder")
+        with tracked_step(settings_of(tiny_values, trainable), "autoencoder") as (_, tracker):
+            pass
         of_encoder = [a.nbytes for a in tracker.alive_at_peak() if a.module.startswith("autoencoder.encoder")]
         return sum(of_encoder), tracker.peak["device"]
 

@@ -38,16 +38,19 @@ def test_workspaces_depend_on_layout_and_precision(dtype):
     assert last.workspace == 0
 
 
-def test_cudnn_9_8_to_9_14_refuse_contiguous_volumes_in_16_bits_only():
-    shape = (1, 8, 16, 16, 16)
-    assert convolve(shape, 4, torch.bfloat16, cudnn=91000).unfolded[True] == 8 * 27 * 16**3 * 2
-    for other in (
-        convolve(shape, 4, torch.float32, cudnn=91000),
-        convolve(shape, 4, torch.bfloat16, cudnn=91500),
-        convolve(shape, 4, torch.bfloat16, cudnn=91000, layout=torch.channels_last_3d),
-        convolve(shape, 4, torch.bfloat16, cudnn=91000, kernel=1, padding=0),
-    ):
-        assert not other.unfolded[True]
+@pytest.mark.parametrize(
+    ("changes", "is_unfolded"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"cudnn": 91500}, False),
+        ({"layout": torch.channels_last_3d}, False),
+        ({"kernel": 1, "padding": 0}, False),
+    ],
+)
+def test_cudnn_9_8_to_9_14_refuse_contiguous_volumes_in_16_bits_only(changes, is_unfolded):
+    tracker = convolve((1, 8, 16, 16, 16), 4, **{"dtype": torch.bfloat16, "cudnn": 91000, **changes})
+    assert tracker.unfolded[True] == is_unfolded * 8 * 27 * 16**3 * 2
 
 
 def backward_events(x, weight, grad_of):
@@ -71,30 +74,29 @@ def backward_events(x, weight, grad_of):
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
 
 
-def test_both_gradients_take_a_workspace_and_a_copy_each_one_after_the_other():
-    low = torch.bfloat16
-    events = backward_events(
-        ((1, 8, 8, 8, 8), low, CONTIGUOUS),
-        ((4, 8, 3, 3, 3), low, CONTIGUOUS),
-        lambda out: torch.zeros((), dtype=low).expand(out.shape),  # not dense
-    )
-    x, y, weight = 8 * 8**3 * 2, 4 * 8**3 * 2, 4 * 8 * 27 * 2
-    assert events == [x, y, x + y, -(x + y), -y, y, weight, x + y, -(x + y), -y]
+LOW, FULL = torch.bfloat16, torch.float32
 
 
-def test_gradient_in_the_other_layout_is_copied_once_even_if_one_channel_is_dense_in_both():
-    full = torch.float32
-    x, y, weight = 8 * 8**3 * 4, 8**3 * 4, 8 * 27 * 4
-    for layout, expected in ((LAST, [y, x, weight, -y]), (CONTIGUOUS, [x, weight])):
-        volume, kernel = ((1, 8, 8, 8, 8), full, layout), ((1, 8, 3, 3, 3), full, layout)
-        assert backward_events(volume, kernel, lambda out: torch.zeros(out.shape)) == expected
+def scalar_like(out):
+    return torch.zeros((), dtype=out.dtype).expand(out.shape)  # not dense
 
 
-def test_weights_in_another_layout_are_copied_where_they_are_read():
-    full = torch.float32
-    x, weight = 8 * 8**3 * 4, 2 * 8 * 27 * 4
-    volume, kernel = ((1, 8, 8, 8, 8), full, LAST), ((2, 8, 3, 3, 3), full, CONTIGUOUS)
-    assert backward_events(volume, kernel, torch.zeros_like) == [x, weight, -weight, weight]
+@pytest.mark.parametrize(
+    ("dtype", "layouts", "outputs", "grad_of", "expected"),
+    [
+        # Both gradients take a workspace and a copy each, one after the other.
+        (LOW, (CONTIGUOUS,) * 2, 4, scalar_like, lambda x, y, w: [x, y, x + y, -x - y, -y, y, w, x + y, -x - y, -y]),
+        # A gradient in the other layout is copied once, even if one channel is dense in both.
+        (FULL, (LAST,) * 2, 1, lambda out: torch.zeros(out.shape), lambda x, y, w: [y, x, w, -y]),
+        (FULL, (CONTIGUOUS,) * 2, 1, lambda out: torch.zeros(out.shape), lambda x, y, w: [x, w]),
+        # Weights in another layout are copied where they are read.
+        (FULL, (LAST, CONTIGUOUS), 2, torch.zeros_like, lambda x, y, w: [x, w, -w, w]),
+    ],
+)
+def test_backward_copies_what_is_not_in_its_layout(dtype, layouts, outputs, grad_of, expected):
+    x, weight = (1, 8, 8, 8, 8), (outputs, 8, 3, 3, 3)
+    events = backward_events((x, dtype, layouts[0]), (weight, dtype, layouts[1]), grad_of)
+    assert events == expected(*(dtype.itemsize * size for size in (8 * 8**3, outputs * 8**3, outputs * 8 * 27)))
 
 
 def test_algorithms_are_tried_once_for_each_pass_in_each_thread():

@@ -1,25 +1,22 @@
-"""The replayed allocator follows CUDA's rules for rounding, pools, splitting, merging and expandable segments."""
+"""The replayed allocator follows CUDA's rules, and the trace of two updates is made of one tracked step."""
 
 import random
 
 import pytest
 
-from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay, replay_pinned
+from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay, replay_pinned, training_trace
 from memory.predict.prediction import MIB
-
-
-def test_small_requests_share_one_segment_of_two_mebibytes():
-    allocator = replay([0, 1, 2], [1, 513, MIB], AllocatorLimits())
-    assert allocator.peak_allocated == 512 + 1024 + MIB
-    assert allocator.peak_reserved == 2 * MIB
+from memory.predict.tracker import StepEvents
 
 
 @pytest.mark.parametrize(
     ("request_mib", "reserved_mib"), [(1.5, 20), (9.9, 20), (10, 10), (11, 12), (100, 100), (100.5, 102)]
 )
-def test_large_requests_get_segments_by_their_size(request_mib, reserved_mib):
-    allocator = replay([0], [int(request_mib * MIB)], AllocatorLimits())
-    assert allocator.peak_reserved == reserved_mib * MIB
+def test_large_requests_get_segments_by_their_size_and_small_ones_share_one(request_mib, reserved_mib):
+    small, large = [1, 513, MIB], [int(request_mib * MIB)]
+    allocators = [replay(range(len(sizes)), sizes, AllocatorLimits()) for sizes in (small, large)]
+    assert allocators[0].peak_allocated == 512 + 1024 + MIB
+    assert [allocator.peak_reserved for allocator in allocators] == [2 * MIB, reserved_mib * MIB]
 
 
 def test_released_block_is_reused_and_best_fit_wins():
@@ -163,8 +160,60 @@ def test_of_equal_free_blocks_the_one_in_the_oldest_segment_is_taken():
 
 
 def test_emptying_the_cache_of_the_default_allocator_frees_unused_segments():
-    allocator = CachingAllocator(AllocatorLimits())
-    kept, released = allocator.allocate(12 * MIB), allocator.allocate(24 * MIB)
-    allocator.release(released, 24 * MIB)
+    allocator = replay([0, 1, ~1], [12 * MIB, 24 * MIB], AllocatorLimits())
     allocator.empty_cache()
-    assert (kept is not None, allocator.reserved) == (True, 12 * MIB)
+    assert allocator.reserved == 12 * MIB
+
+
+WEIGHT, INPUT, STATE, ACTIVATION, INCOMING = range(5)
+CATEGORIES = ["parameters", "inputs", "optimizer", "", "gradients"]
+# The step begins at the third event and updates after the seventh.
+TRACE = [WEIGHT, STATE, INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INPUT, ~INCOMING]
+STEP = StepEvents(2, 7, 8)
+
+
+def names(trace, sources):
+    return [sources[event] if event >= 0 else ~sources[~event] for event in trace]
+
+
+def test_each_micro_batch_brings_its_input_and_optimizer_states_come_after_the_first_backward():
+    trace, sources, emptied = training_trace(TRACE, CATEGORIES, STEP, {INCOMING}, set())
+    micro_batch = [INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INPUT]
+    assert names(trace, sources) == [WEIGHT, *micro_batch, STATE, ~INCOMING, *micro_batch, ~INCOMING]
+    assert not emptied
+    assert all(trace.count(~event) <= 1 for event in range(len(sources)))
+
+
+def test_updaters_take_turns_and_the_gradients_of_one_are_gone_before_the_states_of_the_next():
+    weight, state, total, gradient, weight2, state2, total2, gradient2 = range(8)
+    categories = ["parameters", "optimizer", "gradients", ""] * 2
+    before = [weight, weight2, state, total, state2, total2]
+    backward = [gradient, ~gradient, gradient2, ~gradient2]
+    owned = [{state, total, gradient}, {state2, total2, gradient2}]
+    found, sources, _ = training_trace(
+        [*before, *backward, ~total, ~total2],
+        categories,
+        StepEvents(6, 10, 12),
+        {gradient, gradient2},
+        set(),
+        updaters=owned,
+    )
+    kept = [gradient, gradient2]
+    first_update = [state, ~gradient, state2, ~gradient2]
+    later = [*kept, *backward, ~gradient, ~gradient2]
+    assert names(found, sources) == [weight, weight2, *kept, *backward, *first_update, *later]
+
+
+def test_cache_is_emptied_in_the_first_micro_batch_only():
+    trace, sources, emptied = training_trace(TRACE, CATEGORIES, STEP, {INCOMING}, set(), emptied=[4, 5])
+    assert [names(trace, sources)[position] for position in sorted(emptied)] == [INCOMING, ~ACTIVATION]
+    assert max(emptied) < names(trace, sources).index(STATE)
+
+
+def test_weights_that_changed_their_layout_leave_their_holes_and_other_preparations_leave_none():
+    original, temporary = 5, 6
+    before = [original, temporary, ~temporary, WEIGHT, ~original, STATE]
+    trace = [*before, ACTIVATION, ~ACTIVATION]
+    found, sources, _ = training_trace(trace, [*CATEGORIES, "parameters", ""], StepEvents(6, 8, 8), set(), set())
+    assert names(found, sources)[:3] == [original, WEIGHT, ~original]
+    assert temporary not in sources

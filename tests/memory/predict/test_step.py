@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from memory.kernels.timing import BUS_COPY
 from memory.predict.prediction import Prediction, PredictionError, Predictor, tier_of
-from memory.predict.step import level_of, predict_step, track_step
+from memory.predict.step import level_of, predict_step, tracked_step
 from settings import Settings, load_settings
 from tests.conftest import ROOT
 
@@ -49,7 +50,10 @@ def make(changes):
 def test_prediction_equals_the_tracked_real_step_within_1_percent(stage, changes, monkeypatch):
     monkeypatch.setattr("models.lean.checkpointing.MIN_OFFLOAD_BYTES", 1024)
     settings = make(changes)
-    predicted, real = (track_step(settings, stage, fake=fake) for fake in (True, False))
+    with tracked_step(settings, stage) as (_, predicted):
+        pass
+    with tracked_step(settings, stage, fake=False) as (_, real):
+        pass
     assert predicted.peak["device"] == pytest.approx(real.peak["device"], rel=0.01)
     assert predicted.peak["host"] == real.peak["host"]
     assert (real.peak["host"] > 0) == (tier_of(settings, stage) == "offload")
@@ -71,8 +75,7 @@ def test_breakdown_adds_up_to_the_peak_and_names_what_trains():
     assert prediction.breakdown["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
     assert 0 < gradients <= parameters
     assert 0 < prediction.breakdown["ema"] < parameters  # the discriminator is not averaged
-    assert sum(part["bytes"] for part in prediction.activations) == prediction.breakdown["activations"]
-    assert prediction.activations[0]["module"] in ("autoencoder.encoder", "autoencoder.decoder")
+    assert any(part["module"].startswith("autoencoder.decoder") for part in prediction.largest)
     assert prediction.phase in prediction.phase_peaks
     assert prediction.phase_peaks[prediction.phase] == prediction.peak_allocated_bytes
     assert {"validation", "reconstruct.py"} == set(prediction.run_peaks) <= set(prediction.phase_peaks)
@@ -83,27 +86,15 @@ def test_breakdown_adds_up_to_the_peak_and_names_what_trains():
     assert Prediction.from_json(json.loads(json.dumps(prediction.to_json()))).to_json() == prediction.to_json()
 
 
-def without_and_with(knob, grid):
-    """Return the predictions of a step without and with a knob of its training."""
-    changes = [{f"{TRAINING}.{knob}": flag, "data.voxel_size": grid} for flag in (False, True)]
-    return [predict_step(make(change), "autoencoder", whole_run=False) for change in changes]
-
-
 def test_offload_moves_bytes_from_the_device_to_the_host():
-    kept, moved = without_and_with("use_gradient_checkpointing_offload", (128, 128, 64))
+    knob, grid = f"{TRAINING}.use_gradient_checkpointing_offload", {"data.voxel_size": (128, 128, 64)}
+    kept, moved = (predict_step(make({knob: on, **grid}), "autoencoder", whole_run=False) for on in (False, True))
+    assert BUS_COPY in {part.kind for part in moved.work_parts} > {part.kind for part in kept.work_parts}
     assert kept.host_bytes == 0 < moved.host_bytes
     assert moved.peak_allocated_bytes < kept.peak_allocated_bytes
     assert moved.flops["backward"] == kept.flops["backward"]
     # Volumes that upsampling made are computed again rather than copied.
     assert 0 < moved.flops["recompute"] - kept.flops["recompute"] < 0.01 * kept.flops["forward"]
-
-
-def test_checkpointing_trades_compute_for_memory():
-    plain, checkpointed = without_and_with("use_gradient_checkpointing", (64, 64, 64))
-    assert checkpointed.peak_allocated_bytes < plain.peak_allocated_bytes
-    assert plain.flops["recompute"] == 0 < checkpointed.flops["recompute"]
-    assert plain.flops["forward"] == checkpointed.flops["forward"]
-    assert plain.flops["backward"] == checkpointed.flops["backward"]
 
 
 def test_compute_counts_all_micro_batches_of_an_update_and_memory_their_gradients():

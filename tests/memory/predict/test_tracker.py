@@ -13,7 +13,6 @@ from memory.predict import emulation
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
 from memory.predict.prediction import GIB
-from memory.predict.tracker import _call
 from models.lean.norm.operators import group_norm
 
 
@@ -116,12 +115,11 @@ def stock_peak(checkpoint, flash, amp, rules=True):
     ("options", "gib"),
     [
         ({"checkpoint": False, "flash": True, "amp": False}, 11.41),
-        ({"checkpoint": False, "flash": True, "amp": True}, 9.60),
         ({"checkpoint": True, "flash": True, "amp": True}, 5.84),
         ({"checkpoint": False, "flash": False, "amp": True}, 172.3),
         ({"checkpoint": False, "flash": False, "amp": True, "rules": False}, 66.7),
     ],
-    ids=["fp32", "autocast", "use_checkpoint", "default attention", "default attention, CPU rules"],
+    ids=["fp32", "use_checkpoint", "default attention", "default attention, CPU rules"],
 )
 def test_stock_autoencoder_needs_what_was_once_computed_by_other_code(options, gib):
     assert stock_peak(**options) == pytest.approx(gib, rel=0.015)
@@ -165,7 +163,7 @@ def test_remembered_results_change_nothing_but_the_time(monkeypatch, channels_la
         torch.cat([part * 2 for part in parts], dim=2).add_(1).mean().backward()
 
     short = measure_peak(run)
-    monkeypatch.setattr("memory.predict.tracker.KnownResults", lambda *_: _call)
+    monkeypatch.setattr("memory.predict.known_results._how", lambda func: "asked")
     long = measure_peak(run)
     assert [(r.op, r.nbytes) for r in short.allocations] == [(r.op, r.nbytes) for r in long.allocations]
     assert short.trace == long.trace
@@ -246,6 +244,6 @@ def test_of_two_backward_passes_parameters_keep_the_gradients_of_the_first():
             layer(torch.zeros(4, 64)).square().sum().backward()
 
     tracker = measure_peak(run)
-    kept = [tracker.allocations[index] for index in tracker.incoming]
+    kept = [tracker.allocations[index] for index in tracker.first_gradients.values()]
     assert sorted(record.nbytes for record in kept) == [8 * 4, 64 * 8 * 4]
     assert all(record.category == "gradients" for record in kept)

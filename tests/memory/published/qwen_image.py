@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.norm = RmsNorm(channels, 2)
         self.to_qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
         """Return the image plus what attention adds to it."""
         batch, channels, frames, height, width = x.shape
         image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width))
@@ -135,23 +135,8 @@ class Resample(nn.Module):
         return torch.stack((x[:, 0], x[:, 1]), 3).reshape(batch, channels, 2 * frames, height, width)
 
 
-class Middle(nn.Module):
-    """Two residual blocks with attention between them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.before, self.after = ResidualBlock(channels, channels), ResidualBlock(channels, channels)
-        self.attention = Attention(channels)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Return the features."""
-        x = self.before(x, cache)
-        x = self.attention(x)
-        return self.after(x, cache)
-
-
 class Level(nn.Module):
-    """The blocks of one level of the decoder; its input stays alive until the level is done."""
+    """The blocks of one level, whose input stays alive until the level is done."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -162,6 +147,11 @@ class Level(nn.Module):
         for block in self.blocks:
             x = block(x, cache)
         return x
+
+
+def middle(channels: int) -> Level:
+    """Return two residual blocks with attention between them."""
+    return Level([ResidualBlock(channels, channels), Attention(channels), ResidualBlock(channels, channels)])
 
 
 class Half(nn.Module):
@@ -192,11 +182,11 @@ class QwenImageVae(nn.Module):
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             down += [ResidualBlock(inputs, outputs), ResidualBlock(outputs, outputs)]
             down += [Resample(outputs, is_up=False, has_time=level > 0)] if level < len(MULTIPLIERS) - 1 else []
-        self.encoder = Half(3, widths[0], [*down, Middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
+        self.encoder = Half(3, widths[0], [*down, middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
         self.quant = CausalConvolution(2 * LATENT_CHANNELS, 2 * LATENT_CHANNELS, 1)
         self.post_quant = CausalConvolution(LATENT_CHANNELS, LATENT_CHANNELS, 1)
         widths = [CHANNELS * factor for factor in (MULTIPLIERS[-1], *reversed(MULTIPLIERS))]
-        up: list[nn.Module] = [Middle(widths[0])]
+        up: list[nn.Module] = [middle(widths[0])]
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             first = inputs // 2 if level else inputs
             blocks: list[nn.Module] = [ResidualBlock(first, outputs)]
@@ -226,3 +216,13 @@ class QwenImageVae(nn.Module):
         cache = Cache()
         encoded = self.encoder(image, cache)
         return self.quant(encoded)
+
+
+def qwen_in_half() -> QwenImageVae:
+    """Return the network with fp16 weights; fake weights cannot be converted afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        return QwenImageVae()
+    finally:
+        torch.set_default_dtype(before)

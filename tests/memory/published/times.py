@@ -17,13 +17,20 @@ from torch import nn
 
 import models  # noqa: F401  # first: it keeps MONAI's import short
 from memory.kernels.gpus import check_gpu
+from memory.kernels.operators import work_parts
 from memory.kernels.timing import WorkPart, predicted_seconds
 from memory.predict.emulation import emulated, tracked
-from memory.predict.records import work_parts
 from memory.predict.tracker import MemoryTracker
-from tests.memory.published.figures import built_in_half
-from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
-from tests.memory.published.unets import CUBE, NnUnet, Size, dice_and_entropy, nnunet_loss, nvidia_unet
+from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
+from tests.memory.published.unets import (
+    CUBE,
+    NnUnet,
+    Size,
+    dice_and_entropy,
+    maisi_networks,
+    nnunet_loss,
+    nvidia_unet,
+)
 
 COUNTED = Path(__file__).with_name("times.json")
 A100, V100 = "A100 80GB SXM", "V100 SXM"
@@ -42,19 +49,23 @@ NNUNET_TASKS: dict[str, tuple[int, int, list[Size], list[Size], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TimeRow:
-    """One published time: of so many runs of each piece of counted work on a card."""
+    """One published time: of a step on a card, or of so many runs of each piece of `work`."""
 
     source: str
     step: str
     gpu: str
-    work: tuple[tuple[int, str], ...]
     seconds: float
     is_fitted: bool = False
+    work: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[int, str], ...]:
+        """Return the pieces of counted work and how often each runs."""
+        return self.work or ((1, self.step),)
 
     def predicted(self, counted: dict[str, list[WorkPart]]) -> float:
         """Return the predicted seconds."""
-        gpu = check_gpu(self.gpu)
-        return sum(times * predicted_seconds(counted[name], gpu) for times, name in self.work)
+        return sum(times * predicted_seconds(counted[name], check_gpu(self.gpu)) for times, name in self.parts)
 
 
 def nnunet_rows() -> Iterator[TimeRow]:
@@ -73,7 +84,7 @@ def nnunet_rows() -> Iterator[TimeRow]:
         for gpu, took in zip(cards, seconds, strict=False):
             is_fitted = (task, batch) == ("Liver", 2) and gpu in ("A100 40GB", "RTX 2080 Ti")
             work = ((250, f"{name}, update"), (50, f"{name}, forward"))
-            yield TimeRow("nnU-Net", f"{name}, epoch", gpu, work, took, is_fitted)
+            yield TimeRow("nnU-Net", f"{name}, epoch", gpu, took, is_fitted, work)
 
 
 def nvidia_rows() -> Iterator[TimeRow]:
@@ -101,7 +112,7 @@ def nvidia_rows() -> Iterator[TimeRow]:
         for (gpu, precision), seconds in tables.items():
             for batch, each in seconds.items():
                 name = f"DynUNet {SIZES[batch]}, batch {batch}, {precision}, {kind}"
-                yield TimeRow("NVIDIA", name, gpu, ((1, name),), each, is_fitted=batch < 32)
+                yield TimeRow("NVIDIA", name, gpu, each, is_fitted=batch < 32)
 
 
 def maisi_rows() -> Iterator[TimeRow]:
@@ -115,46 +126,50 @@ def maisi_rows() -> Iterator[TimeRow]:
     }
     for latent, (thousand, thirty) in took.items():
         size = "x".join(map(str, latent))
-        yield TimeRow("MAISI", f"MAISI ddpm {size}, step", A100, ((1, f"MAISI ddpm {size}, step"),), thousand / 1000)
+        yield TimeRow("MAISI", f"MAISI ddpm {size}, step", A100, thousand / 1000)
         if thirty is not None:
-            yield TimeRow("MAISI", f"MAISI rflow {size}, step", A100, ((1, f"MAISI rflow {size}, step"),), thirty / 30)
+            yield TimeRow("MAISI", f"MAISI rflow {size}, step", A100, thirty / 30)
 
 
-# Batch, heads, tokens, channels of a head, precision, whether backward counts; card, seconds, whether fitted.
-ATTENTION: dict[str, list[tuple[tuple[int, int, int, int, str, bool], str, float, bool]]] = {
-    "xformers": [
-        ((64, 16, 1024, 32, "16 bits", False), "A100 40GB", 1454.8e-6, True),
-        ((64, 16, 1024, 64, "16 bits", False), "A100 40GB", 1668.8e-6, True),
-        ((64, 16, 1024, 128, "16 bits", False), "A100 40GB", 2981.2e-6, True),
-        ((64, 16, 1024, 256, "16 bits", False), "A100 40GB", 6942.8e-6, True),
-        ((64, 16, 1024, 64, "fp32", False), "A100 40GB", 5601.8e-6, False),
-        ((64, 16, 1024, 128, "fp32", False), "A100 40GB", 12773.4e-6, False),
-        ((64, 16, 1024, 256, "fp32", False), "A100 40GB", 25945.4e-6, False),
-    ],
-    "ring-attention": [
-        ((batch, 32, 16384 // batch, 64, "16 bits", True), "RTX A5000", 14 * 16384**2 // batch * 2048 / rate, True)
-        for batch, rate in ((16, 66.9e12), (8, 72.95e12), (4, 76.64e12), (2, 78.64e12))
-    ],
-    "PyTorch": [((1, 24, 4608, 128, "16 bits", False), "H100 SXM", 4 * 24 * 4608**2 * 128 / 631.338e12, False)],
-    "flash-attention": [
-        ((2, 32, 2048, 64, "16 bits", False), "H20", 0.545e-3, False),
-        ((2, 16, 2048, 128, "16 bits", False), "H20", 0.532e-3, False),
-    ],
+# Batch, heads, tokens, channels of a head, precision, what counts; card, seconds, whether fitted.
+_XFORMERS = {
+    ("16 bits", True): {32: 1454.8e-6, 64: 1668.8e-6, 128: 2981.2e-6, 256: 6942.8e-6},
+    ("fp32", False): {64: 5601.8e-6, 128: 12773.4e-6, 256: 25945.4e-6},
 }
+_BOTH = "forward and backward"
+ATTENTION: list[tuple[str, tuple[int, ...], str, str, str, float, bool]] = [
+    *(
+        ("xformers", (64, 16, 1024, channels), precision, "forward", "A100 40GB", seconds, is_fitted)
+        for (precision, is_fitted), took in _XFORMERS.items()
+        for channels, seconds in took.items()
+    ),
+    *(
+        (
+            "ring-attention",
+            (b, 32, 16384 // b, 64),
+            "16 bits",
+            _BOTH,
+            "RTX A5000",
+            14 * 16384**2 // b * 2048 / rate,
+            True,
+        )
+        for b, rate in ((16, 66.9e12), (8, 72.95e12), (4, 76.64e12), (2, 78.64e12))
+    ),
+    ("PyTorch", (1, 24, 4608, 128), "16 bits", "forward", "H100 SXM", 4 * 24 * 4608**2 * 128 / 631.338e12, False),
+    ("flash-attention", (2, 32, 2048, 64), "16 bits", "forward", "H20", 0.545e-3, False),
+    ("flash-attention", (2, 16, 2048, 128), "16 bits", "forward", "H20", 0.532e-3, False),
+]
 
 
 def attention_rows() -> Iterator[TimeRow]:
     """Yield attention alone."""
-    for source, rows in ATTENTION.items():
-        for key, gpu, seconds, is_fitted in rows:
-            yield TimeRow(source, attention_name(key), gpu, ((1, attention_name(key)),), seconds, is_fitted)
+    for source, shape, precision, kind, gpu, seconds, is_fitted in ATTENTION:
+        yield TimeRow(source, attention_name(shape, precision, kind), gpu, seconds, is_fitted)
 
 
-def attention_name(key: tuple[int, int, int, int, str, bool]) -> str:
+def attention_name(shape: tuple[int, ...], precision: str, kind: str) -> str:
     """Return the name of a row of attention."""
-    *shape, precision, is_update = key
-    size = "x".join(map(str, shape))
-    return f"attention {size}, {precision}, {'forward and backward' if is_update else 'forward'}"
+    return f"attention {'x'.join(map(str, shape))}, {precision}, {kind}"
 
 
 TIME_ROWS = (
@@ -162,9 +177,9 @@ TIME_ROWS = (
     *nvidia_rows(),
     *maisi_rows(),
     *attention_rows(),
-    TimeRow("sglang", QWEN, "H100 SXM", ((1, QWEN),), 0.06848),
-    TimeRow("sglang", WAN, "H100 SXM", ((1, WAN),), 0.244689),
-    TimeRow("PyTorch", CONVOLUTION, "RTX 2080 Ti", ((1, CONVOLUTION),), 0.04002),
+    TimeRow("sglang", QWEN, "H100 SXM", 0.06848),
+    TimeRow("sglang", WAN, "H100 SXM", 0.244689),
+    TimeRow("PyTorch", CONVOLUTION, "RTX 2080 Ti", 0.04002),
 )
 
 
@@ -218,34 +233,7 @@ def count_maisi(latent: tuple[int, ...], is_rflow: bool) -> Callable[[], Any]:
     """Return what builds MAISI's two networks and returns one denoising step: the ControlNet, then the U-Net."""
 
     def build() -> Callable[[], None]:
-        from monai.apps.generation.maisi.networks.controlnet_maisi import ControlNetMaisi
-        from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
-        from monai.networks.blocks.selfattention import SABlock
-
-        common: dict[str, Any] = {
-            "spatial_dims": 3,
-            "in_channels": 4,
-            "num_channels": (64, 128, 256, 512),
-            "attention_levels": (False, False, True, True),
-            "num_head_channels": (0, 0, 32, 32),
-            "num_res_blocks": 2,
-            "resblock_updown": is_rflow,
-            "include_fc": is_rflow,
-            "num_class_embeds": 128 if is_rflow else None,
-        }
-        unet = DiffusionModelUNetMaisi(
-            out_channels=4,
-            include_spacing_input=True,
-            include_top_region_index_input=not is_rflow,
-            include_bottom_region_index_input=not is_rflow,
-            **common,
-        )
-        control = ControlNetMaisi(
-            conditioning_embedding_in_channels=8, conditioning_embedding_num_channels=(8, 32, 64), **common
-        )
-        for module in (*unet.modules(), *control.modules()):
-            if isinstance(module, SABlock):
-                module.use_flash_attention = True  # which the constructor refuses where there is no GPU
+        unet, control = maisi_networks(is_rflow)
 
         @torch.no_grad()
         def step() -> None:
@@ -289,13 +277,13 @@ def half_zeros(*shape: int) -> torch.Tensor:
 
 def count_qwen() -> Callable[[], Any]:
     """Return the decoding of one image."""
-    vae = built_in_half(QwenImageVae)
+    vae = qwen_in_half()
     return torch.no_grad()(lambda: vae.decode(half_zeros(1, LATENT_CHANNELS, 1, 128, 128)))
 
 
 def count_wan() -> Callable[[], Any]:
     """Return the decoding of 17 frames, by the same network."""
-    vae = built_in_half(QwenImageVae)
+    vae = qwen_in_half()
     return torch.no_grad()(lambda: vae.decode_video(half_zeros(1, LATENT_CHANNELS, 5, 80, 48)))
 
 
@@ -319,12 +307,11 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
     for latent in ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 128), (128, 128, 192)):
         for network in ("ddpm", "rflow"):
             found[f"MAISI {network} {'x'.join(map(str, latent))}, step"] = count_maisi(latent, network == "rflow")
-    for rows in ATTENTION.values():
-        for key, *_ in rows:
-            found[attention_name(key)] = count_attention(key[:4], key[4] == "16 bits", key[5])
+    for _, shape, precision, kind, *_ in ATTENTION:
+        found[attention_name(shape, precision, kind)] = count_attention(shape, precision == "16 bits", kind == _BOTH)
     found |= {QWEN: count_qwen, WAN: count_wan}
     found[CONVOLUTION] = count_convolution
-    used = {name for row in TIME_ROWS for _, name in row.work}
+    used = {name for row in TIME_ROWS for _, name in row.parts}
     return {name: build for name, build in found.items() if name in used}
 
 

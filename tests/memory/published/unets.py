@@ -1,4 +1,4 @@
-"""The U-Nets whose training times others have published: nnU-Net's own of version 1, and NVIDIA's, which is MONAI's."""
+"""U-Nets of which others have published figures: nnU-Net's of version 1, NVIDIA's (MONAI's), and MAISI's."""
 
 from __future__ import annotations
 
@@ -117,3 +117,35 @@ def nvidia_unet(spatial_dims: int, fused: bool) -> nn.Module:
                     weight = child.weight.detach().contiguous(memory_format=torch.channels_last_3d)
                     child.weight = nn.Parameter(weight)
     return unet
+
+
+MAISI_COMMON = {
+    "spatial_dims": 3,
+    "in_channels": 4,
+    "num_channels": (64, 128, 256, 512),
+    "attention_levels": (False, False, True, True),
+    "num_head_channels": (0, 0, 32, 32),
+    "num_res_blocks": 2,
+}
+
+
+def maisi_networks(is_rflow: bool) -> tuple[nn.Module, nn.Module]:
+    """Return MAISI's diffusion network as published, 181 million parameters, and its ControlNet.
+
+    Their constructors refuse the kernel that never stores an attention matrix where there is no GPU, so the blocks are
+    told to use it afterwards.
+    """
+    from monai.apps.generation.maisi.networks.controlnet_maisi import ControlNetMaisi
+    from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
+    from monai.networks.blocks.selfattention import SABlock
+
+    classes = 128 if is_rflow else None
+    common = {**MAISI_COMMON, "resblock_updown": is_rflow, "include_fc": is_rflow, "num_class_embeds": classes}
+    regions = {f"include_{end}_region_index_input": not is_rflow for end in ("top", "bottom")}
+    unet = DiffusionModelUNetMaisi(out_channels=4, include_spacing_input=True, **regions, **common)
+    inputs = {"conditioning_embedding_in_channels": 8, "conditioning_embedding_num_channels": (8, 32, 64)}
+    control = ControlNetMaisi(**inputs, **common)
+    for module in (*unet.modules(), *control.modules()):
+        if isinstance(module, SABlock):
+            module.use_flash_attention = True
+    return unet, control

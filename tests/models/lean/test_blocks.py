@@ -9,7 +9,7 @@ from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import nn
 
-from memory.predict.cuda_autocast import cuda_autocast_rules
+from memory.predict.emulation import cuda_autocast_rules
 from models.lean.blocks import Head, ResidualBlock, _places, lean_block, pointwise_conv
 from models.lean.checkpointing import gradient_checkpoint_forward
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS, layout_of
