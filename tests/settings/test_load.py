@@ -71,13 +71,6 @@ def _child_seconds() -> float:
     return times.children_user + times.children_system
 
 
-def test_settings_never_import_torch_or_monai():
-    imports = "import sys, settings, scripts.dev.documents"
-    code = f"{imports}; print(*(name in sys.modules for name in ('torch', 'monai')))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
-
-
 def test_scientific_notation_is_a_number_and_no_is_text(tmp_path):
     settings = load_settings(write(tmp_path, "name: no\nautoencoder: {training: {learning_rate: 1e-4}}"))
     assert settings.autoencoder.training.learning_rate == 1e-4
