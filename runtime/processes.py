@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -153,12 +153,14 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     Also limits what the libraries of the device may do, which they read when they start.
     """
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        if settings.type == "auto" and torch.version.cuda is not None:
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+        if settings.type == "auto" and torch.version.cuda is not None and not is_hidden:
             log.warning(
-                "training runs on the CPU: this torch is built for CUDA %s and finds no GPU that it can use; check "
-                "nvidia-smi, or install torch and torchvision built for an older CUDA (pytorch.org has the command); "
-                "device.type=cpu silences this",
+                "training runs on the CPU: this torch is built for CUDA %s and finds no GPU that it can use (%s); "
+                "check nvidia-smi, or install torch and torchvision built for an older CUDA (pytorch.org has the "
+                "command); device.type=cpu silences this",
                 torch.version.cuda,
+                _reason_against_cuda(),
             )
         os.environ[ONEDNN_LIMIT] = onednn_limit(settings)
         if settings.is_half(on_cpu=True):
@@ -171,11 +173,40 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
         remedy = "set device.type=cpu, check the driver, or start fewer processes per machine"
         raise ConfigError([Problem("device.type", found, "", remedy)])
     device = torch.device("cuda", local_rank)
+    if problem := unsupported(torch.cuda.get_device_capability(local_rank), torch.cuda.get_arch_list()):
+        found = f"{torch.cuda.get_device_name(local_rank)}, {problem}"
+        advice = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
+        raise ConfigError([Problem("device.type", found, "", advice)])
     if settings.mixed_precision and settings.amp_dtype == "bfloat16" and not computes_bfloat16(device):
         found = f"bfloat16 on {torch.cuda.get_device_name(local_rank)}, which emulates it and has no attention for it"
         raise ConfigError([Problem("device.amp_dtype", found, "", "set auto, which chooses float16 there")])
     limit_cublas()
     return device
+
+
+def unsupported(capability: tuple[int, int], architectures: Sequence[str]) -> str:
+    """Return why a build of torch has no kernels for a GPU of this compute capability, or "" if it has.
+
+    Machine code (sm_86) serves later minor versions of its major one; code for any GPU (compute_90) all later ones.
+    """
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        number = digits.rstrip("af")
+        own = (int(number[:-1]), int(number[-1]))
+        is_exact = number != digits
+        if own == capability or (not is_exact and own < capability and (kind == "compute" or own[0] == capability[0])):
+            return ""
+    built = ", ".join(name for name in architectures if name.startswith("sm_"))
+    return f"compute capability {capability[0]}.{capability[1]}, for which this torch has no kernels (it has {built})"
+
+
+def _reason_against_cuda() -> str:
+    """Return in torch's words why it cannot use a GPU."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].rstrip(".")
+    return "no GPU"
 
 
 def device_name(device: torch.device) -> str:

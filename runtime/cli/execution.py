@@ -64,9 +64,6 @@ def _exit_code(main: Callable[[argparse.Namespace], int | None], options: argpar
         where = f"{error.filename}: " if error.filename else ""
         return _report(UserError(f"{where}{error.strerror}; make room there or give another path, then run it again"))
     except (MemoryError, RuntimeError) as error:
-        if "no kernel image" in str(error):
-            way_out = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
-            return _report(UserError(f"device.type: this torch has no kernels for the GPU; {way_out}"))
         # Compare the name of torch's error, because this module must not import torch.
         # On a CPU torch raises a plain RuntimeError.
         is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
@@ -140,6 +137,21 @@ class _LineHandler(logging.StreamHandler):
             super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Says once that the file cannot be written, for example on a full disk, and lets the command go on without it."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
+        if not self.has_failed:
+            print(f"warning: --log-file: {self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr)
+        self.has_failed = True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+            super().close()
+
+
 def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None) -> None:
     """Send messages to standard error and to the log file; only rank zero sends more than its own warnings.
 
@@ -159,7 +171,7 @@ def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None
     if log_file is not None and is_rank_zero:
         check_output_file(log_file, "--log-file", [] if config is None else [config])
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+        to_file = _LogFile(log_file, encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(_PrintableFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         handlers.append(to_file)
     logging.basicConfig(level=level, handlers=handlers, force=True)
