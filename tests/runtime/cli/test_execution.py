@@ -160,3 +160,13 @@ def test_a_log_file_that_is_the_config_or_no_file_is_refused(tmp_path, name, cap
     assert run(lambda _: pytest.fail("was run"), options) == 2
     assert config.read_text() == "name: mine"
     assert "error: --log-file: " in capsys.readouterr().err
+
+
+def test_a_log_file_on_a_full_disk_is_said_once(capsys):
+    def talk(_: argparse.Namespace) -> int:
+        for _line in range(3):
+            logging.getLogger("x").info("a line")
+        return 0
+
+    assert run(talk, argparse.Namespace(quiet=True, log_file="/dev/full")) == 0
+    assert capsys.readouterr().err.count("\n") == 1
