@@ -36,7 +36,7 @@ _MHA_END = re.compile(rb"^\s*ElementDataFile\s*[=:][ \t]*(\S*)[^\n]*\n", re.MULT
 _MHA_AXES = re.compile(rb"^\s*NDims\s*[=:]\s*(\S*)", re.MULTILINE)
 _NRRD_END = re.compile(rb"\r?\n\r?\n")
 _NRRD_ELSEWHERE = re.compile(rb"^data ?file\s*:", re.MULTILINE | re.IGNORECASE)
-_COMPRESSED = re.compile(rb"^\s*(?:CompressedData\s*=\s*True|encoding:\s*gz(?:ip)?)\s*$", re.MULTILINE | re.IGNORECASE)
+_COMPRESSED = re.compile(rb"(?im)^\s*(?:CompressedData\s*[=:]\s*True|encoding:\s*gz(?:ip)?)\s*$")
 
 # Four axes of which the first is at least this long and the last is at most that long have their channels last.
 LEAST_OF_AXIS, MOST_CHANNELS_LAST = 16, 8

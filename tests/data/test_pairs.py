@@ -12,14 +12,13 @@ from data.formats import write_nifti
 from data.geometry import geometry_of, in_planes, mismatch
 from data.header import Header
 from data.partners import PartnerSource, find_partners
-from data.volumes import DataSplit, VolumeFile, prepare_volumes
+from data.volumes import DataSplit, prepare_volumes
 from diffusion.conditioning import check_conditions, find_partners_of
 from diffusion.conditioning.kind import Partners
 from diffusion.conditioning.label_map import label_problem, label_shares
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import ConditioningSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
-from tests.data.test_dicom import voxels_of, write_series
 
 
 def label_map(seed: int, shape: tuple[int, ...] = (12, 10, 8)) -> np.ndarray:
@@ -66,22 +65,6 @@ def test_partners_have_the_names_of_their_volumes_or_begin_them_and_may_lie_besi
     write_maps(tmp_path / place, [form.format(number) for number in range(4)])
     found = partner_names(tmp_path / place, volumes_of(tmp_path / "volumes"))
     assert found == {name.format(number): form.format(number) for number in range(4)}
-
-
-def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
-    for name in ("a", "deep/b"):
-        write_series(tmp_path / "series" / name, voxels_of(0))
-    (tmp_path / "series" / "deep" / "c.nii.gz").write_bytes(b"")
-    files = [VolumeFile(Path(name), name, None, 1, "") for name in ("images/a.nii.gz", "deep/b", "c.nii.gz")]
-    place = PartnerSource(str(tmp_path / "series"), "x.volume.source", "volume")
-    problems: list[str] = []
-    found = find_partners(place, files, problems)
-    assert not problems
-    assert {name: path.parent.name for name, path in found.items()} == {
-        "images/a.nii.gz": "a",
-        "deep/b": "b",
-        "c.nii.gz": "deep",
-    }
 
 
 def test_a_csv_pairs_any_names(folder, tmp_path):
