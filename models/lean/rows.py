@@ -1,5 +1,4 @@
-"""Volumes that are read a slab at a time, that is, some rows along the first spatial axis: on the device, computed, or
-in host memory.
+"""Volumes that are read in slabs, rows along the first spatial axis: on the device, computed, or in host memory.
 
 After its statistics are known, a norm, SiLU and a convolution need only a slab and a halo of one row on each side. On
 CUDA all copies from and to host memory run on a stream of their own, one after the other, beside the computation: rows
@@ -216,12 +215,11 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    def leave(self, target: Tensor, source: Tensor, owner: Tensor) -> torch.Event | None:
+    def leave(self, target: Tensor, source: Tensor, owner: Tensor) -> None:
         """Start a copy to the host of rows of `owner`, whose memory is kept until the next one leaves."""
         copied = self.start(target, source, owner.device)
         self.finish()
         self._leaving = (owner, copied)
-        return copied
 
     def finish(self) -> None:
         """Let go of what left last, once it has been copied."""
