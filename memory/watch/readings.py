@@ -18,6 +18,7 @@ class MemoryReadings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._earlier_peak = 0
         self._reset()
 
     def read(self) -> dict[str, float]:
