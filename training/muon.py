@@ -73,11 +73,17 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
     for num_rounds in ROUNDS:
         gram = x @ x.mT
-        product: Tensor | None = None
-        for _ in range(num_rounds):
-            factor = torch.baddbmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
-            factor.diagonal(dim1=1, dim2=2).add_(LINEAR)
-            product = factor if product is None else factor @ product
+        product = factor = _factor(gram)
+        for _ in range(num_rounds - 1):
             gram = factor @ gram @ factor
+            factor = _factor(gram)
+            product = factor @ product
         x = product @ x
     return x
+
+
+def _factor(gram: Tensor) -> Tensor:
+    """Return what a round multiplies matrices with, from their Gram matrix."""
+    factor = torch.baddbmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
+    factor.diagonal(dim1=1, dim2=2).add_(LINEAR)
+    return factor
