@@ -9,6 +9,7 @@ from pydantic import Field
 from settings.data import IntensitySettings, intensity_problems
 from settings.errors import Problem, Problems
 from settings.section import FREE, WITHOUT_NUL, Count, PathText, PerAxis, Section, Triple, key, section
+from settings.yaml_reader import value_text
 
 if TYPE_CHECKING:
     from settings.root import Settings
@@ -162,7 +163,9 @@ class VolumeSettings(ConditionSection):
             keys = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
             yield Problem(f"{VOLUME}.num_channels", found, "", f"set {channels}", keys)
         if degrade.is_coarser + (degrade.hole is not None) != int(self.source == TARGET):
-            found = f"downsample {list(degrade.downsample)} and hole {degrade.hole} with source {self.source}"
+            found = (
+                f"downsample {list(degrade.downsample)} and hole {value_text(degrade.hole)} with source {self.source}"
+            )
             remedy = "set one of them with source: target, and none with another source"
             yield Problem(f"{VOLUME}.degrade", found, "", remedy, (f"{VOLUME}.source",))
         if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):

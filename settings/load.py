@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from runtime.files import shortened
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.root import Settings
-from settings.section import assign, is_section, look_up, overlap
+from settings.section import FOLDER_NAME, WITHOUT_NUL, assign, is_section, look_up, overlap
 from settings.yaml_reader import parse_value, read_document, value_text
 
 DEFAULT = Path(__file__).resolve().parents[1] / "configs" / "default.yaml"
@@ -27,16 +27,22 @@ Comment = Callable[[str, Any], str]
 """Returns the comment of a key, from its dotted name and its field; empty: none."""
 
 OUR_WORDS = {
+    f"String should match pattern '{FOLDER_NAME}'": "letters, digits, _, - and dots, the first a letter, digit or _",
+    f"String should match pattern '{WITHOUT_NUL}'": "text without NUL characters",
     "Input should be ": "",
+    "a valid boolean": "true or false",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid tuple": "a list",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "above",
     "less than": "below",
     "Tuple should have": "a list of",
     "String should have": "text of",
-    "String should match": "text that matches",
-    "tuple": "list",
     "None": "null",
+    "'": "",
     " after validation": "",
 }
 """Pydantic's words for what it accepts, and those of a config's users."""
@@ -236,7 +242,9 @@ def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> P
         return Problem(where, "unknown key" + ("" if where.isascii() else f", in ASCII {where!a}"), "", _suggest(where))
     if is_section(field):
         return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
-    allowed = " or ".join(dict.fromkeys(map(_allowed, group)))
+    # A list with a wrong entry counts as too short, too.
+    entries = [error for error in group if any(isinstance(part, int) for part in error["loc"])]
+    allowed = " or ".join(dict.fromkeys(map(_allowed, entries or group)))
     found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value, allow_unicode=True))}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
@@ -250,8 +258,13 @@ def _allowed(error: ErrorDetails) -> str:
 
 
 def _suggest(where: str) -> str:
-    """Suggest known keys for an unknown one: the same name in another section, else a similar name."""
+    """Suggest known keys for an unknown one: those of the same name, else one of a similar name, else its section's."""
     names = [name for name, _ in known_keys()]
-    last = where.rpartition(".")[2]
-    near = [name for name in names if name.rpartition(".")[2] == last] or difflib.get_close_matches(where, names, n=1)
-    return f"did you mean {' or '.join(near)}?" if near else f"known sections: {', '.join(Settings.model_fields)}"
+    parent, _, last = where.lower().rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    by_name = {name.rpartition(".")[2]: name for name in (*reversed(names), *siblings)}
+    near = [name for name in names if name.rpartition(".")[2] == last]
+    near = near or [by_name[name] for name in difflib.get_close_matches(last, by_name, n=1, cutoff=0.7)]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"this section has: {', '.join(name.rpartition('.')[2] for name in siblings or Settings.model_fields)}"

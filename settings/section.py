@@ -68,8 +68,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 WITHOUT_NUL = r"^[^\x00]*$"
+FOLDER_NAME = r"^[\w][\w.-]*$"
 # Characters of up to 4 bytes, of which a folder's name has 255 at most.
-FolderName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w][\w.-]*$")]
+FolderName = Annotated[str, Field(min_length=1, max_length=60, pattern=FOLDER_NAME)]
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
 

@@ -47,7 +47,7 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
     assert "data.num_wrokers: unknown key; did you mean data.num_workers?" in found
     assert "autoencoder.norm_num_groups: 5 does not divide num_channels [16, 32, 64]; allowed: 1, 2, 4, 8, 16" in found
     assert "autoencoder.training.batch_size: found 0; allowed: at least 1; for example 4" in found
-    assert "device.amp_dtype: found 'fp8'; allowed: 'auto', 'bfloat16' or 'float16'" in found
+    assert "device.amp_dtype: found 'fp8'; allowed: auto, bfloat16 or float16" in found
 
 
 def test_mistakes_are_reported_by_the_command_within_a_second_and_exit_code_2(tmp_path):
@@ -101,13 +101,18 @@ TARGET = "source: target, encoding: resample"
         # One key
         ("batch_size: 2\n", "did you mean autoencoder.training.batch_size or ldm.training.batch_size?"),
         ("d\u0430ta: {}", r"unknown key, in ASCII 'd\u0430ta'; did you mean data?"),
-        ("autoencoder: {training: {batch_size: true}}", "found true; allowed: a valid integer"),
-        ("autoencoder: {training: {batch_size: '4'}}", "found '4'; allowed: a valid integer"),
+        ("autoencoder: {training: {batch_size: true}}", "found true; allowed: a whole number; for"),
+        ("autoencoder: {training: {batch_size: '4'}}", "found '4'; allowed: a whole number"),
         ("autoencoder: {training: {learning_rate: .nan}}", "allowed: a finite number"),
-        ("data: {voxel_size: [a]}", "allowed: a list whose entries are each a valid integer"),
-        ("name: ../escape", "allowed: text that matches pattern"),
+        ("device: {mixed_precision: yes}", "found 'yes'; allowed: true or false"),
+        ("device: {type: gpu}", "allowed: auto, cuda or cpu;"),
+        ("autoencoder: {training: {lr: 1}}", "lr: unknown key; this section has: batch_size, "),
+        ("ldm: {<<: {}}", "ldm.<<: unknown key; this section has: autoencoder, "),
+        ("data: {Voxel-Size: 3}", "did you mean data.voxel_size?"),
+        ("data: {voxel_size: [a]}", "allowed: a list whose entries are each a whole number; for"),
+        ("name: ../escape", "allowed: letters, digits, _, - and dots"),
         ("name: " + "猫" * 100, "at most 60 characters"),
-        (r'data: {source: "a\0b"}', "text that matches pattern"),
+        (r'data: {source: "a\0b"}', "text without NUL"),
         ("data: {source: ''}", "at least 1 character"),
         ("seed: -1", "at least 0"),
         *((f"name: {name}", f"name: runs/{name} is a folder that all runs share") for name in ("checks", "Latents")),
@@ -132,7 +137,7 @@ TARGET = "source: target, encoding: resample"
         ("autoencoder: {strides: [[2, 2, 1], [1, 1, 1]]}", "[1, 1, 1] shrinks no axis"),
         ("autoencoder: {strides: [[2, 2, 3], [2, 2, 2]]}", "each at most 2"),
         ("autoencoder: {strides: [[2, 2], [2, 2, 2]]}", "at least 3 items"),
-        ("autoencoder: {strides: 4}", "allowed: 2 or a valid list"),
+        ("autoencoder: {strides: 4}", "allowed: 2 or a list"),
         ("autoencoder: {strides: [[2, 2, 1], [2, 2, 2]], implementation: monai}", "does not support it"),
         # Conditions
         ("ldm: {conditioning: {type: class}}", "0 with type class; allowed: 2 or more"),
@@ -144,10 +149,10 @@ TARGET = "source: target, encoding: resample"
             CONDITIONING.format("volume: {source: ct, encoding: autoencoder, num_channels: 2}"),
             "volume.num_channels: 2, and autoencoder.in_channels is 1",
         ),
-        (CONDITIONING.format("volume: {degrade: {hole: [4, 4, 4]}}"), "degrade: downsample [1, 1, 1] and hole (4, 4"),
+        (CONDITIONING.format("volume: {degrade: {hole: [4, 4, 4]}}"), "degrade: downsample [1, 1, 1] and hole [4, 4"),
         (
             CONDITIONING.format(f"volume: {{{TARGET}}}"),
-            "degrade: downsample [1, 1, 1] and hole None with source",
+            "degrade: downsample [1, 1, 1] and hole null with source",
         ),
         (
             CONDITIONING.format(f"volume: {{{TARGET}, degrade: {{downsample: [1, 3, 1]}}}}"),
@@ -182,14 +187,14 @@ def test_each_mistake_gets_a_readable_error(tmp_path, text, expected):
         ("data.voxelsize=3", "did you mean data.voxel_size?"),
         ("data.voxel_size=" + "[" * 5000, "(line 1: nested more than 30 deep)"),
         ("data.voxel_size=32x48", "at least 3 items"),
-        ("data.voxel_size=32xax3", "found '32xax3'; allowed: a valid list"),
+        ("data.voxel_size=32xax3", "found '32xax3'; allowed: a list"),
         ("data.source=a\udcff", "the character U+DCFF is not allowed"),
         ("data.num_workers\uff1d2", "; write = instead of the full-width \uff1d"),
         ("data.voxel_size=[1000000000, 64, 64]", "each at most 65536"),
         ("data.voxel_size=[65536, 65536, 65536]", "needs activations of 256 PiB; allowed: at most 1 PiB"),
         ("autoencoder.training.batch_size=2147483647", "with batch_size 2147483647 needs activations of"),
         ("autoencoder.training.batch_size=9223372036854775808", "below 2147483648"),
-        ("autoencoder.training.learning_rate=1" + "0" * 400, "allowed: a valid number"),
+        ("autoencoder.training.learning_rate=1" + "0" * 400, "allowed: a number"),
         ("autoencoder.training.learning_rate=1" + "0" * 5000, "not an override"),
         ("ldm.unet.num_channels=[" + "64, " * 5000 + "64]", "at most 12 items"),
         ("data.spacing=[1e-300, 1.0, 1.0]", "each at least 0.000001"),
@@ -242,7 +247,7 @@ def test_problems_of_an_override_are_not_blamed_on_a_line_of_the_file(tmp_path):
     head, first, second = answer(tmp_path, text, "data.num_workers=-1").splitlines()
     assert head.startswith("2 problems in ")
     assert head.endswith(".yaml with the overrides:")
-    assert first.startswith("  data.num_workers: found -1; allowed: at least 0 or 'auto'; for example auto")
+    assert first.startswith("  data.num_workers: found -1; allowed: at least 0 or auto; for example auto")
     assert second.startswith("  line 3, data.val_fraction: found 7; ")
 
 
