@@ -60,7 +60,7 @@ START_SECONDS = 10
 """What building a step and trying convolution kernels takes; with less time left, a step is not begun."""
 MOST_UPDATES = 5
 UNTIMED_UPDATES = 3
-"""Updates that are made besides those that are timed: two before them and one under the profiler."""
+"""Untimed updates: two before the timed ones and one under the profiler."""
 
 LAYOUTS = {"channels_last": CHANNELS_LAST, "contiguous": CONTIGUOUS}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32}

@@ -243,7 +243,7 @@ def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> P
         return Problem(where, "unknown key" + ("" if where.isascii() else f", in ASCII {where!a}"), "", _suggest(where))
     if is_section(field):
         return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
-    # A list with a wrong entry counts as too short, too.
+    # A list with a wrong entry also counts as too short.
     entries = [error for error in group if any(isinstance(part, int) for part in error["loc"])]
     allowed = " or ".join(dict.fromkeys(map(_allowed, entries or group)))
     found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value, allow_unicode=True))}"

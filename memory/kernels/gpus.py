@@ -216,7 +216,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def check_gpu(name: str) -> Gpu:
-    """Return the card of a name from the command line; raise `ConfigError` unless it is that of one in the table."""
+    """Return the card that the command line names; raise `ConfigError` if the table does not have it."""
     found = matching_gpus(name)
     if len(found) == 1:
         return found[0]

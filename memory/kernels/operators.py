@@ -113,7 +113,7 @@ class Work:
     kernels: int = 0
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add other work, so many times."""
+        """Add other work, multiplied by a number."""
         self.nbytes += round(times * other.nbytes)
         self.flops += round(times * other.flops)
         self.kernels += round(times * other.kernels)
@@ -126,7 +126,7 @@ Done = dict[WorkKey, Work]
 
 
 def combined(parts: Iterable[tuple[float, Done]]) -> Done:
-    """Return the sum of several amounts of work, each so many times."""
+    """Return the sum of several amounts of work, each multiplied by its number."""
     total: Done = {}
     for times, work in parts:
         for key, done in work.items():

@@ -62,7 +62,7 @@ class FieldOfView:
     unet_levels: int | None = None
 
     def spacing_of(self, size: Sequence[float]) -> tuple[float, ...]:
-        """Return the spacing of a grid of so many voxels per axis."""
+        """Return the spacing of a grid with these numbers of voxels per axis."""
         return tuple(mm / n for mm, n in zip(self.size_mm, size, strict=True))
 
 

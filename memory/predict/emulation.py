@@ -194,7 +194,7 @@ class _StepObserver(MemoryObserver):
 
 
 def _repeat(tracker: MemoryTracker, start: int, known: int, copies: int) -> int:
-    """Record what follows `start` so many times more; return how often: 0 times if it releases other than it makes.
+    """Record what follows `start` so many times more; return how often: 0 times if it frees what it did not allocate.
 
     The copies come before the events themselves, because what those have left is still alive.
     """

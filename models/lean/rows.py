@@ -242,7 +242,7 @@ class HostMemoryError(UserError):
 
 
 def host_bytes(nbytes: int, is_pinned: bool) -> int:
-    """Return what so many bytes take in host memory; torch pins powers of two."""
+    """Return what a tensor of this many bytes takes in host memory; torch pins powers of two."""
     return 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
 
 

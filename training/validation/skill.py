@@ -34,7 +34,7 @@ ANGLES = tuple((place + 0.5) / NUM_LEVELS * math.pi / 2 for place in range(NUM_L
 """Noise levels between clean and noise: the angles whose tangent is the ratio of noise to signal."""
 
 LARGEST_BATCH = 16
-"""Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
+"""Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most this many."""
 
 MOST_EXAMPLES = 1536
 MOST_EXAMPLES_WITH_HOLES = 512
@@ -67,7 +67,7 @@ def skill_in_words(skill: float, has_holes: bool = False) -> str:
     opponent = "the best linear denoiser" + (" given the rest of the volume" if has_holes else "")
     if skill < 1:
         return f"{error} is on average {1 - skill:.1%} below that of {opponent}"
-    why = "the network is no better yet than one who knows only means and covariances; train longer, or compress more"
+    why = "the network is no better yet than a model of means and covariances alone; train longer, or compress more"
     if skill > 10:
         why = "it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly exact"
     return f"{error} is {skill:.3g} times that of {opponent}; {why}"
