@@ -146,7 +146,7 @@ def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
     maps = {name: why for name, path in paths.items() if (why := _label_map_by(name)) and not dicom.is_dicom(path)}
     # Where nothing else is left, they are what is trained on.
     for name, why in maps.items() if len(maps) < len(paths) else ():
-        notes.append(left_out(name, f"a label map by {why}"))
+        notes.append(left_out(name, f"a label map by {why}; rename it, or list it in a dataset.json, to train on it"))
         del paths[name]
     if not paths:
         raise DataError(

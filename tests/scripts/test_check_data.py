@@ -220,7 +220,13 @@ def test_a_folder_as_people_have_them_is_understood(check_here, tmp_path, capsys
     assert check_here("data.source=all", "data.frame=0", "--json", "found.json") == 0
     said = capsys.readouterr().out
     lines = [line.strip() for line in said.splitlines()]
-    assert sum("and 8 more: left out, a label map by the name of its folder" in line for line in lines) == 1
+    assert (
+        sum(
+            "and 8 more: left out, a label map by the name of its folder; rename it, or list it" in line
+            for line in lines
+        )
+        == 1
+    )
     assert sum("left out, a localizer (1 image), not a volume" in line for line in lines) == 1
     assert "14 volumes, no problem" in said
     unusual = [line.split(":")[0] for line in lines if ", median " in line]
