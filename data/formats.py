@@ -36,7 +36,8 @@ _MHA_END = re.compile(rb"^\s*ElementDataFile\s*[=:][ \t]*(\S*)[^\n]*\n", re.MULT
 _MHA_AXES = re.compile(rb"^\s*NDims\s*[=:]\s*(\S*)", re.MULTILINE)
 _NRRD_END = re.compile(rb"\r?\n\r?\n")
 _NRRD_ELSEWHERE = re.compile(rb"^data ?file\s*:", re.MULTILINE | re.IGNORECASE)
-_COMPRESSED = re.compile(rb"(?im)^\s*(?:CompressedData\s*[=:]\s*True|encoding:\s*gz(?:ip)?)\s*$")
+_MHA_PACKED = re.compile(rb"^\s*CompressedDataSize\s*[=:]\s*(\d+)\s*$", re.MULTILINE)
+_COMPRESSED = re.compile(rb"(?im)^\s*(?:CompressedData\s*[=:]\s*[t1]\w*|encoding:\s*gz(?:ip)?)\s*$")
 
 # Four axes of which the first is at least this long and the last is at most that long have their channels last.
 LEAST_OF_AXIS, MOST_CHANNELS_LAST = 16, 8
@@ -97,7 +98,7 @@ def _itk(path: Path) -> Opened:
         start = file.read(LARGEST_HEADER)
     end = (_MHA_END if is_mha else _NRRD_END).search(start)
     text = b"" if end is None else start[: end.end()]
-    if end is None or (end[1].lower() != b"local" if is_mha else _NRRD_ELSEWHERE.search(text)):
+    if end is None or (end[1].lower() != b"local" or b"HeaderSize" in text if is_mha else _NRRD_ELSEWHERE.search(text)):
         raise UnsuitableError("its header has no end, or puts the voxels into another file; write both into one")
     # ITK never returns from a negative number of axes, and writes past its arrays above 10.
     if is_mha and not {b""} < {b"", *_MHA_AXES.findall(text)} <= {b"", b"1", b"2", b"3", b"4"}:
@@ -110,7 +111,7 @@ def _itk(path: Path) -> Opened:
         reader.ReadImageInformation()
     size, components = tuple(int(n) for n in reader.GetSize()), int(reader.GetNumberOfComponents())
     direction = np.array(reader.GetDirection()).reshape(len(size), len(size))[:3, :3]
-    axes = (*size, components) if components > 1 else size
+    axes = (*size, components) if components > 1 and len(size) > 2 else size
     affine = np.eye(4)
     if len(direction) == 3:
         affine[:3, :3] = dicom.LPS_TO_RAS @ direction @ np.diag(reader.GetSpacing()[:3])
@@ -125,10 +126,15 @@ def _itk(path: Path) -> Opened:
                 content = zlib.decompressobj(wbits=32 + 15)  # zlib or gzip
                 with path.open("rb") as file:
                     file.seek(len(text))
-                    voxels = content.decompress(file.read(), expected + 1)
+                    packed = file.read()
+                voxels = content.decompress(packed, expected + 1)
                 if len(voxels) != expected or not content.eof:
                     raise EOFError(f"{len(voxels)} bytes of compressed voxels; {expected} expected")
-                del voxels
+                # Without their true size ITK returns whatever is in its memory.
+                size_text = str(len(packed) - len(content.unused_data)).encode()
+                if is_mha and _MHA_PACKED.findall(text) != [size_text]:
+                    raise ValueError("its CompressedDataSize is not that of its voxels")
+                del packed, voxels
             image = reader.Execute()
         # SimpleITK reverses the axes: (channel,) z, y, x (, component).
         array = SimpleITK.GetArrayViewFromImage(image).T
@@ -143,7 +149,7 @@ def _itk_dtype(pixel_name: str) -> str:
     """Convert ITK's type name ("vector of 16-bit signed integer", "32-bit float") to a numpy type."""
     kinds = {"float": "f", "signed integer": "i", "unsigned integer": "u"}
     bits, _, kind = pixel_name.removeprefix("vector of ").partition("-bit ")
-    if kind not in kinds:
+    if kind not in kinds or not bits.isdecimal():  # as in "complex of 32"
         raise UnsuitableError(f"voxels of type {pixel_name}; integers or real numbers are allowed; convert it")
     return f"{kinds[kind]}{int(bits) // 8}"
 

@@ -19,7 +19,7 @@ from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 from nibabel.wrapstruct import WrapStructError
 from pydantic import PlainValidator
-from pydicom.errors import InvalidDicomError
+from pydicom.errors import BytesLengthException, InvalidDicomError
 
 from runtime.files import printable
 from settings import DataError
@@ -29,7 +29,7 @@ from settings import DataError
 DAMAGE = (
     *(OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, SyntaxError),
     *(MemoryError, tokenize.TokenError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
-    *(ImageFileError, HeaderDataError, WrapStructError, InvalidDicomError),
+    *(ImageFileError, HeaderDataError, WrapStructError, InvalidDicomError, BytesLengthException),
 )
 
 

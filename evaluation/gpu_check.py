@@ -220,7 +220,7 @@ def measure_steps(check: Check, coming: list[Future[Prediction]]) -> None:
     `coming` are their predictions. The process of the next step does its imports during the one before.
     """
     check.content |= {"steps": [], "profile": []}
-    waiting = _start()
+    waiting = step_process()
     try:
         for (preset, stage, variant), asked in zip(STEPS, coming, strict=True):
             what = ", ".join(filter(None, (preset, stage, variant)))
@@ -228,8 +228,8 @@ def measure_steps(check: Check, coming: list[Future[Prediction]]) -> None:
             try:
                 predicted = _affordable(check, asked)
                 print(f"measuring {what}", flush=True)
-                process, waiting = waiting, _start()
-                found = _answer(process, settings, stage, check.left())
+                process, waiting = waiting, step_process()
+                found = step_result(process, settings, stage, check.left(), min(20.0, check.left() / 2))
             except (RuntimeError, TimeoutError) as error:
                 check.skip(what, str(error) or "no time left")
                 continue
@@ -262,22 +262,24 @@ def _affordable(check: Check, asked: Future[Prediction]) -> dict[str, Any]:
     }
 
 
-def _start() -> subprocess.Popen[str]:
+def step_process() -> subprocess.Popen[str]:
     """Start a process that measures one step and waits for the question; nothing else shares its memory."""
     command = [sys.executable, "-c", "from evaluation.gpu_check import answer; answer()"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def _answer(process: subprocess.Popen[str], settings: Settings, stage: str, seconds: float) -> dict[str, Any]:
-    """Return what a process measured; raise `RuntimeError` if it fails or exceeds the time limit."""
-    question = {"settings": settings.model_dump(mode="json"), "stage": stage, "seconds": min(20.0, seconds / 2)}
+def step_result(
+    process: subprocess.Popen[str], settings: Settings, stage: str, limit: float, timed: float
+) -> dict[str, Any]:
+    """Return what a process measured, updates timed for `timed` seconds; raise `RuntimeError` past `limit` seconds."""
+    question = {"settings": settings.model_dump(mode="json"), "stage": stage, "seconds": timed}
     try:
-        out, errors = process.communicate(json.dumps(question), timeout=seconds)
+        out, errors = process.communicate(json.dumps(question), timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        raise RuntimeError(f"not done within the {seconds:.0f} s that were left") from None
+        raise RuntimeError(f"not done within the {limit:.0f} s that were left") from None
     if process.returncode:
         raise RuntimeError(next(iter(errors.strip().splitlines()[-1:]), "its process failed without a word"))
     found: dict[str, Any] = json.loads(out.splitlines()[-1])

@@ -315,9 +315,9 @@ class Published(NamedTuple):
 
 
 _CT, _MR = "huggingface.co/nvidia/NV-Generate-CT", "huggingface.co/nvidia/NV-Generate-MR"
-_BRAIN = "github.com/NVIDIA-Medtech/NV-Generate-CTMR"
+_BRAIN = "huggingface.co/nvidia/NV-Generate-MR-Brain"
 FILES = {
-    "autoencoder_v1": Published("MAISI, autoencoder of CT", _CT, OPEN),
+    "autoencoder_v1": Published("MAISI, autoencoder of CT and MR", _CT, OPEN),
     "autoencoder_v2": Published("MAISI, autoencoder of MR", _MR, ACADEMIC),
     "diff_unet_3d_rflow-ct": Published("MAISI, U-Net of CT", _CT, OPEN),
     "diff_unet_3d_rflow-mr-brain": Published("MAISI, U-Net of brain MR", _BRAIN, OPEN),

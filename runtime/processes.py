@@ -289,10 +289,10 @@ def _check_equal(process: Process, settings: Settings) -> None:
     dist.all_gather_object(gathered, facts, group=process.patient)
     first = gathered[0]
     problems = {
-        name: Problem(name, f"{first[name]} on rank 0 and {value} on rank {rank}", "", "start all ranks alike")
+        name: Problem(name, f"{old} on rank 0 and {value} on rank {rank}", "", "start all ranks alike")
         for rank, others in enumerate(gathered)
-        for name, value in others.items()
-        if value != first[name]
+        for name in first | others  # another version of the program may have other keys
+        if (old := first.get(name, "unset")) != (value := others.get(name, "unset"))
     }
     if problems:
         raise ConfigError(problems.values())

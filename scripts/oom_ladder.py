@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from settings import ConfigError, Problem, load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST_BUDGET_GB = 1_000_000
+MOST_SECONDS = 600  # for measuring a rung
 
 
 def budget_bytes(text: str) -> int:
@@ -109,12 +109,12 @@ def _measured(rung: Any, stage: str) -> dict[str, int]:
 
     They run in a process of their own, whose memory nothing else shares.
     """
-    request = {"stage": stage, "settings": rung.settings.model_dump(mode="json"), "seconds": 0.0}
-    command = [sys.executable, "-m", "evaluation.gpu_step"]
-    done = subprocess.run(command, cwd=ROOT, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
+    from evaluation.gpu_check import step_process, step_result
+
+    try:
+        found = step_result(step_process(), rung.settings, stage, limit=MOST_SECONDS, timed=0.0)
+    except RuntimeError:
         return {}
-    found = json.loads(done.stdout.splitlines()[-1])
     return {rung.name: max(found["first_peak_reserved_bytes"], found["peak_reserved_bytes"])}
 
 

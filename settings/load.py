@@ -79,7 +79,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     overridden, problems = _apply(values, overrides)
     try:
-        values = stored(Settings.model_validate(values, context={"without_rules": True}))
+        checked = Settings.model_validate(values, context={"without_rules": True})
+        values = checked.model_dump(mode="json", exclude_unset=True)
     except ValidationError as error:
         problems += _translate(error.errors(include_url=False), values).values()
     if problems:

@@ -70,7 +70,7 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     write_nifti(Path("more.nii.gz"), np.full((1, 20, 16, 14), 3.0, np.float32), AFFINE)
     for wrong, text in (
         (["two", "--out", "b"], "--out: b/case_3_seed0_steps2_0000.nii.gz is the sample of another condition of that"),
-        (["maps", "--labels", "two"], "--labels: given 2 times; once is allowed"),
+        (["maps", "--labels", "two"], "--labels: given more than once"),
         (["more.nii.gz"], "more.nii.gz: label values from 3 to 3; 0 to 2 is allowed by"),
         (["nowhere"], "--labels: nowhere does not exist"),
     ):

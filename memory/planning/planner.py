@@ -141,8 +141,11 @@ class Planner:
     def _start(self, candidate: Candidate, stage: Stage) -> tuple[Settings, Future[Prediction]]:
         """Start a prediction unless it was asked for before; candidates that differ only in their steps share one."""
         settings, networks = self._settings(candidate), candidate.networks
-        own = networks["autoencoder"] if stage == "autoencoder" else (networks["ldm"], networks["autoencoder"])
-        key = (stage, candidate.layout.grid, own)
+        own: Any = networks["autoencoder"]
+        if stage == "ldm" and not settings.ldm.training.pixel_loss.weight:
+            # How the autoencoder is trained does not matter to what decodes samples.
+            own = settings.autoencoder.num_channels, settings.autoencoder.attention_levels
+        key = (stage, candidate.layout.grid, own, networks["ldm"] if stage == "ldm" else None)
         with self._lock:
             if key not in self._futures:
                 self._futures[key] = self._predictor.submit(settings, stage)
@@ -379,11 +382,13 @@ def last_that_fits(
     while high - low > 1:
         position = min(max(position, low + 1), high - 1)
         known.append((costs[position], need(items[position])))
-        (before, less), (here, needed) = known[-2:]
+        *others, (here, needed) = known
         low, high = (position, high) if needed <= limit else (low, position)
         if STOP_ABOVE * limit <= needed <= limit:
             break
-        slope = (needed - less) / (here - before) if here != before else 0.0
+        # Needs can be equal or fall where another kind of network begins, so such a line says nothing.
+        slopes = ((needed - less) / (here - before) for before, less in reversed(others) if here != before)
+        slope = next((slope for slope in slopes if slope > 0), 0.0)
         estimates = [needed + slope * (other - here) for other in costs]
         if len(known) > 2 and -1 < low < high - 1 and estimates[low + 1] > PRUNE_ABOVE * limit:
             break

@@ -172,6 +172,15 @@ def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path, place, size):
     assert path.name in str(checked.problems[0])
 
 
+def test_an_element_of_an_impossible_length_is_damage(tmp_path):
+    path = write_series(tmp_path / "scan", voxels_of(0))[3]
+    content = bytearray(path.read_bytes())
+    content[138:140] = (870).to_bytes(2, "little")  # of the first element, a whole number of four bytes
+    path.write_bytes(content)
+    (checked,) = check_source(build_settings(source=str(tmp_path / "scan")), 0, 1).checked
+    assert path.name in str(checked.problems[0])
+
+
 def test_content_follows_the_slices_and_not_their_names(tmp_path):
     paths = write_series(tmp_path / "scan", voxels_of(0))
     first = find(str(tmp_path / "scan"))[0][0].path

@@ -128,6 +128,12 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path):
         groups(group_by="column:patient", class_labels=str(table))
 
 
+def test_a_pattern_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr("data.volumes.MOST_SECONDS", 1)
+    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; simplify it"):
+        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
+
+
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
 def test_volumes_of_one_group_stay_together(val_fraction):
     volumes = found(*(f"sub-{i // 2:02d}_{i % 2}.nii" for i in range(40)))

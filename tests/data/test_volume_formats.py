@@ -152,6 +152,7 @@ AXES, ELSEWHERE = "its header has no NDims from 1 to 4", "its header .* puts the
         *((".mha", b"NDims = 3", new, AXES) for new in (b"NDims = 300", b"NDims = -3", b"NDims : 3\nNDims : 300", b"")),
         *((".mha", b"LOCAL", place, ELSEWHERE) for place in (b"/etc/passwd", b"LIST\n/etc/passwd")),
         (".mha", b"ElementDataFile", b"ElementDataFile : a.raw\nElementDataFile", ELSEWHERE),
+        (".mha", b"ElementDataFile", b"HeaderSize = 100\nElementDataFile", ELSEWHERE),
         (".nrrd", b"encoding:", b"data file: /etc/passwd\nencoding:", ELSEWHERE),
     ],
 )
@@ -161,6 +162,31 @@ def test_headers_are_vetted_before_itk_sees_them(tmp_path, suffix, old, new, tex
     assert old in content
     path.write_bytes(content.replace(old, new, 1))
     with pytest.raises(DataError, match=rf"v{suffix}: {text}"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "voxels", "is_vector", "text"),
+    [
+        *(
+            (end, np.ones((3, 3, 3), np.uint8), True, "3 x 3 voxels; a volume has three axes")
+            for end in (".mha", ".nrrd")
+        ),
+        (".nrrd", np.ones((4, 4, 4), np.complex64), False, "voxels of type complex of 32-bit float"),
+    ],
+)
+def test_itk_images_that_are_not_volumes_are_refused(tmp_path, suffix, voxels, is_vector, text):
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(voxels, isVector=is_vector), str(tmp_path / f"v{suffix}"))
+    with pytest.raises(DataError, match=text):
+        read_volume(tmp_path / f"v{suffix}")
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"CompressedDataSize", b"Size"), (b"DataSize = ", b"DataSize = 1")])
+def test_compressed_metaimage_without_its_true_size_is_refused(tmp_path, old, new):
+    path = tmp_path / "v.mha"
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(random_voxels(0)[0]), str(path), True)
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(DataError, match="CompressedDataSize is not that of its voxels"):
         read_volume(path)
 
 

@@ -60,7 +60,7 @@ def test_what_fits_is_measured_the_rest_is_named_and_the_file_can_be_read_back(t
     check = gpu_check.Check({"format": gpu_check.FORMAT, "machine": MACHINE}, 60, out)
     monkeypatch.setattr(gpu_check, "STEPS", [("default", "ldm", variant) for variant in ("", "plain", "stock MONAI")])
     measured = {"seconds": 1.5, "device_seconds": None, "peak_allocated_bytes": 1 << 30, "profile": [{"name": "a|b"}]}
-    monkeypatch.setattr(gpu_check, "_answer", lambda *asked: dict(measured))
+    monkeypatch.setattr(gpu_check, "step_result", lambda *asked: dict(measured))
     gpu_check.measure_steps(check, [prediction(), prediction(gib=11.2), prediction(seconds=40)])
 
     def rows():
@@ -90,9 +90,9 @@ def test_what_fits_is_measured_the_rest_is_named_and_the_file_can_be_read_back(t
 def test_a_process_that_fails_or_takes_too_long_is_a_reason(tiny_values):
     settings = Settings.model_validate(tiny_values)
     with pytest.raises(RuntimeError, match="not done within the 0 s that were left"):
-        gpu_check._answer(gpu_check._start(), settings, "ldm", 0)
+        gpu_check.step_result(gpu_check.step_process(), settings, "ldm", 0, 0)
     with pytest.raises(RuntimeError, match=r"nonsense"):
-        gpu_check._answer(gpu_check._start(), settings, "nonsense", 100)
+        gpu_check.step_result(gpu_check.step_process(), settings, "nonsense", 100, 0)
 
 
 def test_every_step_that_is_measured_has_a_config():

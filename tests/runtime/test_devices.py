@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
@@ -61,20 +59,3 @@ def test_a_card_that_the_build_has_no_kernels_for_is_refused_before_the_first_ke
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: WHEEL)
     with pytest.raises(ConfigError, match=r"GTX 1080, compute capability 6\.1, for which this torch has no kernels"):
         choose_device(DeviceSettings(type="auto"))
-
-
-@pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False)])
-def test_bfloat16_is_refused_on_a_gpu_that_has_no_attention_for_it(monkeypatch, capability, refused):
-    for name, value in {
-        "is_available": True,
-        "device_count": 1,
-        "get_device_capability": capability,
-        "get_arch_list": ["sm_75", "sm_80"],
-        "get_device_name": "RTX 2080",
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert choose_device(DeviceSettings(type="auto")).type == "cuda"
-    asked = DeviceSettings(type="auto", mixed_precision=True, amp_dtype="bfloat16")
-    expected = pytest.raises(ConfigError, match=r"device\.amp_dtype: bfloat16 on RTX 2080, .*; set auto, which chooses")
-    with expected if refused else contextlib.nullcontext():
-        choose_device(asked)

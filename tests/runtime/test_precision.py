@@ -49,7 +49,12 @@ def test_a_cuda_build_that_finds_no_gpu_says_what_to_install_unless_the_cpu_was_
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False)])
 def test_a_gpu_limits_cublas_and_is_refused_bfloat16_if_it_has_no_attention_for_it(monkeypatch, capability, refused):
-    answers = {"is_available": True, "device_count": 1, "get_device_capability": capability}
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": capability,
+        "get_arch_list": ["sm_75", "sm_80"],
+    }
     for name, value in {**answers, "get_device_name": "RTX 2080"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setenv(CUBLAS_WORKSPACE, MONAIS)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 
+from runtime import processes
+from settings import ConfigError, Settings
 from tests.faults.runs import free_port
 from tests.support.tiny_config import TINY
 
@@ -121,3 +123,14 @@ def test_processes_agree_on_flags_values_and_errors(found):
 def test_value_that_is_not_finite_is_reported_with_the_volumes_of_the_process_that_met_it(found):
     for process in found["two"]:
         assert process["not finite"].startswith("step 4: reconstruction is not finite for seen by 1;")
+
+
+@pytest.mark.parametrize("has_more", [0, 1])
+def test_ranks_of_other_versions_are_refused_by_the_key_that_one_lacks(monkeypatch, has_more):
+    def gather(gathered, facts, group):
+        gathered[:] = [facts, facts]
+        gathered[has_more] = facts | {"new.key": "7"}
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(ConfigError, match=r"new\.key: (unset|7) on rank 0 and (unset|7) on rank 1"):
+        processes._check_equal(processes.Process(torch.device("cpu"), world_size=2), Settings.model_validate(TINY))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import GIB
 from runtime import cli
 from scripts import oom_ladder
@@ -111,3 +112,10 @@ def test_promised_budgets_are_reached_with_the_same_mathematics(config, budget_g
     values = json.loads(report.read_text())
     recommended = next(rung for rung in values["rungs"] if rung["name"] == values["recommended"])
     assert recommended["same_mathematics"]
+
+
+def test_a_rung_is_measured_in_a_process_of_the_gpu_check():
+    settings = load_settings(ROOT / "configs" / "quickstart.yaml", [*SMALL, "device.type=cpu"])
+    rung = build_rungs(settings, "autoencoder", "lossless-first")[0]
+    with pytest.raises(KeyError, match="reserved"):  # on a CPU the step runs, but no allocator reserves anything
+        oom_ladder._measured(rung, "autoencoder")

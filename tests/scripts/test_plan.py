@@ -71,7 +71,7 @@ def test_sections_that_are_given_count_as_their_keys():
         (("--budget-gb", "-3"), "'-3' is not a finite number above 0"),
         (("--budget-gb", "8", "--gpu", "abacus"), "--gpu: found 'abacus'"),
         (("--budget-gb", "8", "--hours", "-1"), "is not a finite number above 0"),
-        (("--budget-gb", "8", "--out", "configs"), "--out: configs is a folder"),
+        (("--budget-gb", "8", "--out", "configs"), "--out: configs is not a file that can be overwritten"),
         (("--budget-gb", "8", "data.voxel_sise=[8,8,8]"), "unknown key; did you mean data.voxel_size?"),
         (("--budget-gb", "8", "data.voxel_size=large"), "data.voxel_size: found 'large'"),
         (("--budget-gb", "8", "data.source=elsewhere"), "data.source: given besides --data"),

@@ -36,6 +36,13 @@ def test_few_items_are_asked_for():
     assert max(searched(limit, 6)[1] for limit in range(1, 70)) <= 4
 
 
+def test_needs_that_are_equal_or_fall_do_not_mislead_the_search():
+    needs = [662, 666, 673, 682, 695, 731, 784, 859, 959, 808, 808, 808]  # from 808 on, patches of one size
+    costs = [number**3 for number in (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 106)]
+    found = last_that_fits(range(12), costs.__getitem__, needs.__getitem__, 752, start=12, fixed=537)
+    assert needs[found] == 731
+
+
 def test_hours_are_those_of_a_candidates_own_steps_and_of_the_volumes_it_holds_out():
     """Candidates share a prediction, so its own numbers of steps and validations may be another candidate's."""
     values = {"data": {"val_fraction": 0.1}, "autoencoder": {"training": {"max_steps": 1000, "validate_every": 300}}}
