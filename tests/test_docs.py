@@ -11,7 +11,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
