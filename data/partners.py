@@ -165,8 +165,8 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
         if len(found) == 1:
             rows[name] = found[0]
         else:
-            number = f"{len(found)} rows" if found else "no row"
-            texts = [f"{number} in {where}; each volume needs one; add it, or remove those that differ"]
+            number, remedy = (f"{len(found)} rows", "remove the others") if found else ("no row", "add it")
+            texts = [f"{number} in {where}; each volume needs one; {remedy}"]
         notes += [Note(printable(name), text) for text in texts]
     return rows, notes
 
