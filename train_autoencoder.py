@@ -35,7 +35,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from training.checkpoints import ResumableRun, for_ranks
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
-    from training.run_setup import check_run, describe_run, open_run, summarise
+    from training.run_setup import check_run, describe_run, open_run, summarise, warn_of_stage_two
     from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(configured, is_dry_run)
@@ -50,6 +50,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
             ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
+        warn_of_stage_two(settings, volumes, process)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:

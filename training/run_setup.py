@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from data import DataSplit
+from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime.files import (
     LATENTS,
@@ -161,3 +162,13 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
+
+
+def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
+    """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
+    if not process.is_rank_zero:
+        return
+    try:
+        check_conditions(settings, volumes)
+    except UserError as error:
+        log.warning("stage 2 will refuse this config: %s", error)

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import DataSplit, VolumeFile
 from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError
 from training.checkpoints import check_resumable
 from training.ldm_step import LatentDiffusionStep
 from training.recording import drop_later_lines
-from training.run_setup import check_run, open_run, summarise
+from training.run_setup import check_run, open_run, summarise, warn_of_stage_two
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,3 +155,11 @@ def test_the_next_command_names_the_conditions_of_the_run(tiny_values, condition
     tiny_values["ldm"]["conditioning"] = conditioning
     step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
     assert step.next_command(RunFolder(Path("runs/a b"))) == f"python scripts/sample.py --run 'runs/a b'{expected}"
+
+
+def test_stage_one_warns_of_what_stage_two_would_refuse(tiny_values, caplog):
+    tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
+    files = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
+    volumes = DataSplit(files[:1], files[1:], ("healthy", "lesion"))
+    warn_of_stage_two(Settings.model_validate(tiny_values), volumes, CPU)
+    assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in caplog.text
