@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.cli import add_config, check_output_file, parser, run, write_output
 from runtime.files import counted, printable, size_text
 from settings import UserError, load_settings, look_up
-from settings.yaml_reader import value_text
+from settings.section import value_text
 
 # Of unusual volumes and volumes without a partner, of which --json has all, and of channels, what is shown.
 MOST_SHOWN, MOST_CHANNELS = 10, 4

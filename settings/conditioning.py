@@ -8,8 +8,7 @@ from pydantic import Field
 
 from settings.data import IntensitySettings, intensity_problems
 from settings.errors import Problem, Problems
-from settings.section import FREE, WITHOUT_NUL, Count, PathText, PerAxis, Section, Triple, key, section
-from settings.yaml_reader import value_text
+from settings.section import FREE, WITHOUT_NUL, Count, PathText, PerAxis, Section, Triple, key, section, value_text
 
 if TYPE_CHECKING:
     from settings.root import Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Promise = Literal["same mathematics", "different mathematics", "free"]
@@ -99,6 +100,19 @@ def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ValueError(f"{parent} is not a section")
     values[last] = value
+
+
+def value_text(value: Any, allow_unicode: bool = False) -> str:
+    """Return a value as YAML on one line."""
+    options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": allow_unicode}
+    text = yaml.safe_dump(plain := _plain(value), **options).removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:  # a line break inside a text, which only double quotes escape
+        text = yaml.safe_dump(plain, **options, default_style='"').removesuffix("\n")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def overlap(one: str, other: str) -> bool:

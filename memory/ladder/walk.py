@@ -13,7 +13,7 @@ from memory.ladder.rungs import Order, Rung, build_rungs
 from memory.predict.prediction import GIB, Prediction, Predictor, Stage
 from memory.predict.text import CPU_TIME, dominant_text, gib, table
 from settings import Settings, dump_short, known_keys, look_up
-from settings.yaml_reader import value_text
+from settings.section import value_text
 
 NUM_WORKERS = 2
 Progress = Callable[[int, int, str], None]

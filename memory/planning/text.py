@@ -16,7 +16,7 @@ from memory.planning.planner import Plan
 from memory.predict.prediction import GIB
 from runtime.files import counted, printable
 from settings import dump_short
-from settings.yaml_reader import value_text
+from settings.section import value_text
 
 SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"
 WEAK = "(?)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from settings import Settings, known_keys, load_settings, look_up
+from settings import known_keys, load_settings, look_up, validate
 from settings.section import assign
 from tests.nested_values import leaves
 
@@ -17,17 +17,14 @@ autoencoder:
   num_channels: {}
   norm_num_groups: {}
   attention_levels: {}
-
   training:
     batch_size: {}
     use_perceptual_loss: {}
     use_gradient_checkpointing: {}
     gradient_accumulation_steps: {}
-
     discriminator:
       num_layers_d: {}
       num_channels: {}
-
 device:
   mixed_precision: true
 """
@@ -48,8 +45,6 @@ SNIPPETS = [
     "autoencoder:\n  num_channels: [12, 24, 48]",
     "data:\n  voxel_size: [128, 128, 64]",
 ]
-
-
 FIVE_LINES = "name: mine\ndata:\n  source: /data/ct\n  voxel_size: [128, 128, 64]\n"
 DIAGNOSIS = [SNIPPETS[0], SNIPPETS[2], SNIPPETS[1], *SNIPPETS[10:11], SNIPPETS[3], SNIPPETS[11]]
 """The six steps that the guide goes through when memory runs out."""
@@ -88,18 +83,15 @@ def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(t
 
 
 def test_disabling_attention_on_every_level_disables_the_middle_attention():
-    assert not Settings.model_validate(
-        {"autoencoder": {"attention_levels": [False] * 3}}
-    ).autoencoder.has_middle_attention
+    assert not validate({"autoencoder": {"attention_levels": [False] * 3}}).autoencoder.has_middle_attention
 
 
 @pytest.mark.parametrize(("preset", "text"), [("high_res", A), ("balanced", B), ("quality", C)])
 def test_preset_has_the_mathematics_of_its_combination(preset, text):
     promises = {name: (field.json_schema_extra or {}).get("promise") for name, field in known_keys()}
     settings = load_settings(f"configs/{preset}.yaml")
-    values = settings.model_dump(mode="json") | {}
+    values = settings.model_dump(mode="json")
     values["autoencoder"]["norm_num_groups"] = settings.autoencoder.num_groups
-
     found = values["autoencoder"]["training"]
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
     for dotted, value in leaves(yaml.safe_load(text)):

@@ -1,4 +1,4 @@
-"""A config is accepted, or refused at once with everything that is wrong with it."""
+"""A config is accepted, or refused at once with everything that is wrong with it, and comes back from its text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from settings import ConfigError, Settings, load_settings, read_overrides, validate
-
-ROOT = Path(__file__).resolve().parents[2]
+from settings import (
+    CheckpointError,
+    ConfigError,
+    Settings,
+    dump_short,
+    dump_with_origins,
+    dump_yaml,
+    load_settings,
+    read_overrides,
+    restored,
+    stored,
+    validate,
+)
+from tests.conftest import ROOT
 
 
 def write(folder: Path, text: str) -> Path:
@@ -51,24 +62,18 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
 
 
 def test_mistakes_are_reported_by_the_command_within_a_second_and_exit_code_2(tmp_path):
-    path = write(tmp_path, FIVE_MISTAKES)
-    # Processor time, and a few times what it takes, because the machine may be busy. Importing torch alone takes more.
-    seconds = []
-    for _ in range(3):
-        start = _child_seconds()
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(path)], capture_output=True, text=True
-        )
-        seconds.append(_child_seconds() - start)
-    assert done.returncode == 2
-    assert "5 problems in" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert min(seconds) < 1.5
-
-
-def _child_seconds() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
+    command = [sys.executable, ROOT / "train_autoencoder.py", "--config", write(tmp_path, FIVE_MISTAKES)]
+    seconds = 2.0
+    for _ in range(3):  # because the machine may be busy
+        before = os.times()
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "5 problems in" in done.stderr
+        assert "Traceback" not in done.stderr
+        seconds = os.times().children_user + os.times().children_system - before.children_user - before.children_system
+        if seconds < 1.5:  # of processor time, a few times what it takes; importing torch alone takes more
+            break
+    assert seconds < 1.5
 
 
 def test_scientific_notation_is_a_number_and_no_is_text(tmp_path):
@@ -97,6 +102,8 @@ TARGET = "source: target, encoding: resample"
         ("seed: 1\nname: a\0\n", "not valid YAML (line 2: the character U+0000 is not allowed)"),
         ("seed: 1\n---\nseed: 2\n", "found another document"),
         ("x" * (1 << 21), "2,097,152 bytes; the limit is 262,144"),
+        ("seed: 1\n" * 25_000, "not valid YAML (line 2500: more than 5000 keys and values)"),
+        ("data: {voxel_size: [" + "1, " * 80_000 + "1]}", "not valid YAML (line 1: more than 5000 keys and values)"),
         ("name\uff1amine\n", "; write : instead of the full-width \uff1a"),
         # One key
         ("batch_size: 2\n", "did you mean autoencoder.training.batch_size or ldm.training.batch_size?"),
@@ -150,10 +157,7 @@ TARGET = "source: target, encoding: resample"
             "volume.num_channels: 2, and autoencoder.in_channels is 1",
         ),
         (CONDITIONING.format("volume: {degrade: {hole: [4, 4, 4]}}"), "degrade: downsample [1, 1, 1] and hole [4, 4"),
-        (
-            CONDITIONING.format(f"volume: {{{TARGET}}}"),
-            "degrade: downsample [1, 1, 1] and hole null with source",
-        ),
+        (CONDITIONING.format(f"volume: {{{TARGET}}}"), "degrade: downsample [1, 1, 1] and hole null with source"),
         (
             CONDITIONING.format(f"volume: {{{TARGET}, degrade: {{downsample: [1, 3, 1]}}}}"),
             "volume.degrade.downsample: [1, 3, 1] does not divide data.voxel_size",
@@ -196,7 +200,7 @@ def test_each_mistake_gets_a_readable_error(tmp_path, text, expected):
         ("autoencoder.training.batch_size=9223372036854775808", "below 2147483648"),
         ("autoencoder.training.learning_rate=1" + "0" * 400, "allowed: a number"),
         ("autoencoder.training.learning_rate=1" + "0" * 5000, "not an override"),
-        ("ldm.unet.num_channels=[" + "64, " * 5000 + "64]", "at most 12 items"),
+        ("ldm.unet.num_channels=[" + "64, " * 4000 + "64]", "at most 12 items"),
         ("data.spacing=[1e-300, 1.0, 1.0]", "each at least 0.000001"),
     ],
 )
@@ -230,16 +234,13 @@ def test_overrides_are_parsed_and_checked_like_the_file(tmp_path):
     settings = load_settings(write(tmp_path, "seed: 1"), ["autoencoder.training.learning_rate=3e-4", "data.source=3x4"])
     assert settings.autoencoder.training.learning_rate == 3e-4
     assert settings.data.source == "3x4"
+    with pytest.raises(ValueError, match="frozen"):
+        settings.seed = 3
     for grid in ("32x48x32", "32,48,32", "32, 48, 32", "32 x 48 x 32", "[32, 48, 32]"):
         assert load_settings(write(tmp_path, ""), [f"data.voxel_size={grid}"]).data.voxel_size == (32, 48, 32)
     assert load_settings(write(tmp_path, ""), ["data.spacing=1x1.5x3.0"]).data.spacing == (1.0, 1.5, 3.0)
     channels = load_settings(write(tmp_path, ""), ["autoencoder.num_channels=16,32,64"]).autoencoder.num_channels
     assert channels == (16, 32, 64)
-
-
-def test_settings_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Settings().seed = 3
 
 
 def test_problems_of_an_override_are_not_blamed_on_a_line_of_the_file(tmp_path):
@@ -280,3 +281,52 @@ def test_the_latent_grid_follows_from_the_strides():
     assert settings_of(THICK, 64, 64, 28).unet_grid == (16, 16, 16), "padded axis by axis"
     with pytest.raises(ConfigError, match=r"\[62, 64, 25\] is not divisible by \[4, 4, 2\].*nearest is \[64, 64, 24\]"):
         settings_of(THICK, 62, 64, 25)
+
+
+def test_odd_values_survive(tmp_path):
+    odd = {"source": "a: #b\nc 'd' \"e\" \u00e9 - [x]", "group_by": "sub-\\d+ # {}"}
+    settings = Settings.model_validate({"data": odd, "ldm": {"training": {"learning_rate": 1e-7}}})
+    for text in (dump_yaml(settings), dump_short(settings)):
+        (tmp_path / "run.yaml").write_text(text)
+        assert load_settings(tmp_path / "run.yaml") == settings
+
+
+def test_each_value_says_where_it_comes_from(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("data:\n  voxel_size: [32, 32, 32]\n  cache_rate: 1\nldm: {training: {max_steps: 5}}\n")
+    lines = dump_with_origins(path, ["seed=3", "data.intensity={mode: window}"]).splitlines()
+    found: dict[str, str] = {}
+    for line in lines:
+        if "# " in line:
+            found.setdefault(line.split(":")[0].strip(), line.split("# ")[1])
+    assert found["name"] == "name of the file"
+    assert (found["seed"], found["mode"], found["upper"]) == ("command line",) * 3
+    assert (found["voxel_size"], found["prepared"]) == ("mine.yaml, line 2", "mine.yaml, line 3")
+    assert found["spacing"] == "default"
+
+
+def test_print_config_prints_a_loadable_config_and_stops(tmp_path):
+    config = ROOT / "configs" / "quickstart.yaml"
+    command = [sys.executable, ROOT / "train_ldm.py", "--config", config, "--print-config", "data.num_workers=2"]
+    said = subprocess.run([*command, "--hours", "1"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "printed.yaml").write_text(said)
+    changes = {"data.num_workers": 2, "ldm.training.max_hours": 1.0}
+    assert load_settings(tmp_path / "printed.yaml") == load_settings(config).with_overrides(changes)
+    assert "# command line" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_stored_settings_come_back_whatever_the_defaults_are():
+    settings = Settings.model_validate({"name": "a", "autoencoder": {"training": {"kl_weight": 0.5}}})
+    assert restored(stored(settings), "run.pt") == settings
+
+
+def test_a_missing_or_unknown_key_is_named():
+    values = stored(Settings())
+    del values["ldm"]["sampling"]["sampler"]
+    with pytest.raises(CheckpointError, match=r"its settings lack ldm\.sampling\.sampler; use the version"):
+        restored(values, "run.pt")
+    values = stored(Settings())
+    values["data"]["label_maps"] = True
+    with pytest.raises(CheckpointError, match=r"cannot be used; use the version .*\n.*data\.label_maps: unknown key"):
+        restored(values, "run.pt")

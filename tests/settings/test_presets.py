@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from settings import Settings, known_keys, load_settings
+from settings import Settings, dump_short, dump_yaml, known_keys, load_settings
+from settings.load import read_document
 from settings.section import is_section
-from settings.yaml_reader import read_document
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -42,6 +42,17 @@ def test_preset_shows_the_keys_of_all_in_one_order_and_loads_for_both_stages(pat
     assert len(path.read_text().splitlines()) <= 72
     for stage in ("autoencoder", "ldm"):
         assert load_settings(path, stage=stage).name == path.stem
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_run_folder_gets_every_key_and_a_short_file_what_a_preset_has(path, tmp_path):
+    settings, written, short = load_settings(path), tmp_path / "config.yaml", tmp_path / "short.yaml"
+    written.write_text(dump_yaml(settings))
+    short.write_text(dump_short(settings, lambda dotted, field: field.description))
+    assert load_settings(written) == load_settings(short) == settings
+    assert set(read_document(written).lines) >= set(LEAVES)
+    assert ("# default:" in written.read_text()) == (path.stem != "default")
+    assert len(short.read_text().splitlines()) <= 75
 
 
 def test_default_chooses_nothing():

@@ -15,7 +15,7 @@ from memory.planning.planner import NothingFitsError
 from memory.planning.text import as_yaml, describe_plan
 from scripts.plan import PLANNED
 from settings import ConfigError, load_settings, look_up, validate
-from settings.yaml_reader import read_document
+from settings.load import read_document
 from tests.conftest import ROOT
 from tests.memory.planning.pretended import SETS, PretendedPredictor, planned, pretended
 
