@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data.discovery import VolumeFile
 from data.loading import load_file, random_part
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from settings import ConfigError, DataError, Problem, TrainingError, TrainingSettings
 from settings.data import DataSettings
 

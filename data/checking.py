@@ -23,7 +23,7 @@ from data.geometry import geometry_of, in_planes
 from data.header import FileError, Header, Note, Stored
 from data.intensity import INTENSITY, Ranking, equal_neighbours, range_problem, scale_to_network
 from data.store import NUMBER, PAGE, ArrayFolder, StoredError
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import CHECKS, PREPARED, counted, exclusive_lock, printable, size_text
 from settings import DataError
 from settings.data import DataSettings

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 from data.formats import write_nifti
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import exclusive_lock
 from settings import DataError
 

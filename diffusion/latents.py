@@ -33,7 +33,7 @@ from diffusion.latent_files import TensorCache, digest_of, latent_key, latent_na
 from diffusion.normalisation import Normalisation, Statistics, pretrained_unet
 from models.frozen_autoencoder import latents_digest
 from models.volume_codec import VolumeCodec
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import LATENTS, counted, printable
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataSettings, Settings
@@ -279,10 +279,9 @@ def _encode(
         incomplete = [index for index in share if missing[index]]
         if cache == "disk" and len(incomplete) < len(share):
             log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), place)
-        # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-        hidden: dict[str, Any] = {} if process.is_rank_zero and incomplete else {"disable": True}
         loading = one_ahead((index, load_file(files[index], data)) for index in incomplete)
-        bar = ProgressBar(loading, total=len(incomplete), desc="encoding latents", unit="volume", **hidden)
+        is_hidden = not (process.is_rank_zero and incomplete)
+        bar = ProgressBar(loading, total=len(incomplete), desc="encoding latents", unit="volume", disable=is_hidden)
         for index, loaded in bar:
             spacing_mm = loaded.geometry.spacing_mm.tolist()
             known = [*spacing_mm, *loaded.lower, *loaded.upper]

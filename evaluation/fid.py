@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from losses.lpips_slices import import_torchvision
 from losses.medicalnet import dilated_resnet
 from losses.weights import read_state_dict
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import counted
 from settings import ConfigError
 

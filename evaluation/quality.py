@@ -25,7 +25,7 @@ from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.fid import FeatureNetwork, Features, caution, fid_and_kid
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import printable
 from runtime.processes import Process
 from runtime.randomness import SampleNoise

@@ -17,7 +17,7 @@ from torch import Tensor
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from models.lean.rows import GIB, HostMemoryError, HostSpace, host_bytes
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.observer import memory_observer
 from runtime.precision import Precision, move
 from runtime.processes import Process

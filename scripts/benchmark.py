@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import check_output_file, parser, run, write_output
+from runtime.cli import ProgressBar, check_output_file, parser, run, write_output
 
 GRIDS = ((64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128))
 
@@ -26,7 +26,6 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json)
     from evaluation.benchmarks import document_text, measure_peaks
-    from runtime.cli.bars import ProgressBar
 
     with ProgressBar(unit="", leave=False, disable=options.quiet) as bar:
 

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import OUT_OF_MEMORY, above_zero, add_config, check_output_file, parser, run, write_output
+from runtime.cli import OUT_OF_MEMORY, ProgressBar, above_zero, add_config, check_output_file, parser, run, write_output
 from runtime.files import printable
 from settings import ConfigError, Problem, load_settings
 
@@ -74,7 +74,6 @@ def main(options: argparse.Namespace) -> int:
     from memory.kernels.gpus import chosen_gpu
     from memory.ladder.walk import config_with_reasons, describe_ladder, walk
     from memory.watch.calibration import corrected
-    from runtime.cli.bars import ProgressBar
 
     with ProgressBar(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
 

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import above_zero, check_output_file, parser, run, write_output
+from runtime.cli import ProgressBar, above_zero, check_output_file, parser, run, write_output
 from runtime.files import SHARED_NAMES, printable
 from scripts.oom_ladder import add_budget
 from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
@@ -49,7 +49,6 @@ def main(options: argparse.Namespace) -> int:
     from memory.kernels.gpus import chosen_gpu
     from memory.predict import Predictor
     from memory.watch.calibration import corrected
-    from runtime.cli.bars import ProgressBar
 
     gpu, correct = chosen_gpu(options.gpu), partial(corrected, gpu_name=options.gpu)
     # The workers import what they need while the volumes are read.

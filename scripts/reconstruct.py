@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import add_run_options, check_output_folder, parser, run
+from runtime.cli import ProgressBar, add_run_options, check_output_folder, parser, run
 from settings import DataError, Settings
 
 log = logging.getLogger("reconstruct")
@@ -36,7 +36,6 @@ def main(options: argparse.Namespace) -> int:
     """Reconstruct one volume, or every volume of a folder, and print PSNR and SSIM of each."""
     from data.formats import suffix_of
     from evaluation.api import open_run
-    from runtime.cli.bars import ProgressBar
     from runtime.files import printable
     from training.validation.metrics import psnr, ssim
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import add_run_options, at_least, check_output_folder, parser, run
+from runtime.cli import ProgressBar, add_run_options, at_least, check_output_folder, parser, run
 from runtime.files import counted, printable
 from settings import UserError
 
@@ -70,7 +70,6 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.conditioning.command_line import title_of
     from evaluation.api import Drawing
     from evaluation.trained_run import TrainedRun
-    from runtime.cli.bars import ProgressBar
     from training.validation.previews import Row, picture_of, save_picture
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 packages="numpy scipy nibabel SimpleITK pydicom isal pydantic pyyaml tqdm psutil pytest pytest-timeout hypothesis"
-tests="tests/settings tests/runtime/cli tests/runtime/test_atomic_files.py tests/runtime/test_names_and_reading.py tests/data/test_volume_formats.py"
+tests="tests/settings tests/runtime/test_cli.py tests/runtime/test_files.py tests/data/test_volume_formats.py"
 current="$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)"
 
 find_python() {  # prints an interpreter of version $1; pyenv's shims exist even for versions that are not selected

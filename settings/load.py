@@ -52,7 +52,7 @@ OUR_WORDS = {
 """Pydantic's words for what it accepts, and those of a config's users."""
 
 
-# A complete config has 20 kB, 300 keys and values, and sections nested 4 deep. Larger ones would take seconds to refuse.
+# A complete config has 20 kB, 300 keys and values, and sections nested 4 deep. Huge ones take seconds to be refused.
 LARGEST_FILE = 256 * 1024
 MOST_VALUES = 5000
 DEEPEST = 30
@@ -135,14 +135,10 @@ def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
     try:
         for number, event in enumerate(yaml.parse(text, _Loader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            is_alias = isinstance(event, yaml.AliasEvent)
-            if depth > DEEPEST or number > MOST_VALUES or is_alias:
-                many = (
-                    f"nested more than {DEEPEST} deep"
-                    if depth > DEEPEST
-                    else f"more than {MOST_VALUES} keys and values"
-                )
-                what = "an alias; write the value out" if is_alias else many
+            what = "an alias; write the value out" if isinstance(event, yaml.AliasEvent) else ""
+            what = f"nested more than {DEEPEST} deep" if depth > DEEPEST else what
+            what = f"more than {MOST_VALUES} keys and values" if number > MOST_VALUES else what
+            if what:
                 raise yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark)
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from runtime.cli import STEP_LINES
-from runtime.cli.bars import ProgressBar
+from runtime.cli import STEP_LINES, ProgressBar
 from runtime.files import RunFolder, counted, write_text
 from runtime.processes import Process
 

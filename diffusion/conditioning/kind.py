@@ -25,7 +25,7 @@ from data.loading import Pose, on_file_grid
 from data.partners import Row
 from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec
-from runtime.cli.bars import ProgressBar
+from runtime.cli import ProgressBar
 from runtime.files import LATENTS
 from runtime.processes import Process
 from settings import DataSettings, Settings

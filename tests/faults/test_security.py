@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cli.execution import _set_up_logging
+from runtime.cli import _set_up_logging
 from runtime.files import printable
 from settings import CheckpointError
 from training.checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""Runs a command: sets up logging, prints user errors without a traceback, and returns the exit code."""
+"""What all commands share: arguments, checks of output paths, exit codes, logging, errors, progress bars. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import logging
 import os
 import signal
 import sys
+import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
-from runtime.cli.arguments import check_output_file, overrides_of
+from tqdm import tqdm
+
 from runtime.files import printable
-from settings.errors import UserError
+from settings.errors import ConfigError, Problem, UserError
 from settings.load import dump_with_origins
+
+log = logging.getLogger(__name__)
 
 STEP_LINES = "steps"
 """The logger of plain lines about training steps, which a terminal leaves out because it shows a bar."""
@@ -31,6 +36,141 @@ SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # The disk is full or read-only; a folder in place of a file or the reverse, a name too long, no permission.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
+
+PLAIN_SECONDS = 30
+"""A log file gets one line of a bar this often, and none of a bar that is done sooner."""
+
+PLAIN_FORMAT = "{desc}: {n_fmt}/{total_fmt} {unit}{postfix}, {elapsed}"
+
+
+def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that every command takes; --help lists the examples."""
+    epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples) if examples else None
+    result = argparse.ArgumentParser(
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("--quiet", action="store_true", help="print only warnings and errors, and no progress bars")
+    return result
+
+
+def add_config(target: argparse.ArgumentParser) -> None:
+    """Add --config and the overrides that follow it."""
+    target.add_argument("--config", required=True, metavar="FILE", help="a config, such as configs/high_res.yaml")
+    target.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
+
+
+def add_training(target: argparse.ArgumentParser, stage: str) -> None:
+    """Add --config, the overrides and the other arguments that both train scripts take."""
+    add_config(target)
+    target.set_defaults(stage=stage)
+    add = target.add_argument
+    add("--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop")
+    add("--print-config", action="store_true", help="print every setting and where its value comes from, then stop")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help='with --dry-run: also predict for this GPU, such as "RTX 4090"; default without a GPU here: A100',
+    )
+    limit = target.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--hours",
+        type=above_zero,
+        help="train for this long instead of max_steps; the learning rate decays over that time",
+    )
+    limit.add_argument("--minutes", type=above_zero, help="the same in minutes")
+    add("--log-file", metavar="FILE", help="also append every message and a line per log_every here")
+    add(
+        "--on-oom",
+        choices=("stop", "next-rung"),
+        default="stop",
+        help="when memory runs out: stop with a report (default), or continue with the next memory knob that leaves the"
+        " mathematics unchanged",
+    )
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """Return the overrides of a train script; --hours and --minutes override the stage's `max_hours`."""
+    if options.gpu is not None and not options.dry_run:
+        raise ConfigError([Problem("--gpu", "given without --dry-run", "allowed: with it", "leave it out to train")])
+    hours = options.hours if options.minutes is None else options.minutes / 60
+    return [*options.overrides, *([] if hours is None else [f"{options.stage}.training.max_hours={hours!r}"])]
+
+
+def at_least(smallest: float) -> Callable[[str], float]:
+    """Return a reader of numbers no smaller than `smallest`; it accepts only whole numbers if `smallest` is an int."""
+    kind = type(smallest)
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if smallest <= kind(text) < float("inf"):
+                return kind(text)
+        name = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {name} of at least {smallest:g}")
+
+    return read
+
+
+def above_zero(text: str) -> float:
+    """Read a finite number above zero."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+
+
+RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "--run": {"required": True, "metavar": "DIR", "help": "folder of a run, finished or not"},
+    "--best": {"action": "store_true", "help": "use the weights of the best validation (default: the last weights)"},
+    "--steps": {"type": at_least(1), "help": "steps from noise to latent (default: as configured)"},
+    "--guidance-scale": {"type": at_least(0.0), "help": "values above 1 follow the conditions more closely"},
+    "--seed": {"type": at_least(0), "default": 0, "help": "seed of the samples (default: 0)"},
+    "--budget-gb": {
+        "type": at_least(0.0),
+        "help": "smaller batches and slabs if more memory than this is needed (default: the free memory)",
+    },
+}
+
+
+def add_run_options(target: argparse.ArgumentParser, *names: str) -> None:
+    """Add these of the options that several commands for trained runs take."""
+    for name in names:
+        target.add_argument(name, **RUN_OPTIONS[name])
+
+
+def check_output_file(path: str | Path, option: str = "--json", inputs: Iterable[str | Path] = ()) -> None:
+    """Raise `UserError`, naming the option, unless a file can be written to this path. Creates nothing.
+
+    An output that would replace one of the command's `inputs` is refused.
+    """
+    target = Path(path)
+    if not os.path.lexists(target):
+        check_output_folder(path, option)
+    elif not os.access(target, os.W_OK) or target.is_dir() or target.is_fifo():
+        raise UserError(f"{option}: {path} is not a file that can be overwritten; give the name of a file")
+    elif any(Path(source).exists() and target.samefile(source) for source in inputs):
+        raise UserError(f"{option}: {path} is an input of this command and would be lost; give another name")
+
+
+def check_output_folder(path: str | Path, option: str = "--out") -> None:
+    """Raise `UserError`, naming the option, unless files can be written to this folder, which need not exist yet.
+
+    Creates nothing.
+    """
+    if not str(path):
+        raise UserError(f"{option}: the path is empty; give a name")
+    folder = next(folder for folder in (Path(path), *Path(path).absolute().parents) if os.path.lexists(folder))
+    try:
+        # Permissions do not show that a disk is read-only, so try it. On Linux this file never gets a name.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be written ({folder}: {error.strerror}); give another path") from None
+
+
+def write_output(path: str | Path, text: str) -> None:
+    """Write a text file, creating its folder. The path may be a device such as /dev/stdout."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
@@ -131,9 +271,8 @@ class _LineHandler(logging.StreamHandler):
     """Gives each message a line of its own above the progress bars, instead of the end of a bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm")  # only commands with bars import it
         # Forked workers share the lock of tqdm, and one that is killed would leave it locked.
-        with contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(self.stream, nolock=True):
+        with tqdm.external_write_mode(self.stream, nolock=True):
             super().emit(record)
 
 
@@ -177,8 +316,7 @@ def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None
     logging.basicConfig(level=level, handlers=handlers, force=True)
     warnings.simplefilter("once", UserWarning)
     warnings.showwarning = _log_warning
-    if quiet:
-        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which happens later
+    ProgressBar.is_quiet = quiet
 
 
 def _log_warning(message: Any, category: type, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
@@ -197,3 +335,30 @@ def _to_log_file(text: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None))
+
+
+class _Lines:
+    """Takes what tqdm writes to a file, and logs it every half minute without carriage returns and padding."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def write(self, text: str) -> None:
+        """Log the text unless it only clears the bar."""
+        now = time.monotonic()
+        if (words := text.strip()) and now - self._since >= PLAIN_SECONDS:
+            self._since = now
+            log.info("%s", words)
+
+    def flush(self) -> None:
+        """Do nothing: each line is written at once."""
+
+
+class ProgressBar(tqdm):
+    """tqdm's bar on a terminal; elsewhere a line every half minute, and nothing in a quiet command."""
+
+    is_quiet: ClassVar[bool] = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        plain = {} if sys.stderr.isatty() else {"file": _Lines(), "bar_format": PLAIN_FORMAT}
+        super().__init__(*arguments, **options | plain | ({"disable": True} if self.is_quiet else {}))
