@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from losses.lpips_slices import import_torchvision
-from losses.medicalnet import dilated_resnet
+from losses.networks import dilated_resnet, import_torchvision
 from losses.weights import read_state_dict
 from runtime.cli import ProgressBar
 from runtime.files import counted

@@ -1,10 +1,9 @@
-"""The objectives of stage 1: reconstruction, KL, adversarial and perceptual terms, all computed in fp32."""
+"""The objectives of stage 1: reconstruction, KL, adversarial and perceptual terms, all computed in fp32.
 
-from losses.lpips_slices import LpipsSlices
-from losses.medicalnet import MedicalNetDistance
-from losses.pieces import FrozenTerm
-from losses.structural import StructuralDistance
-from losses.weights import FILES, find_weights
+Networks and their weights are imported only where a config asks for them.
+"""
+
+from losses.perceptual import FrozenTerm, StructuralDistance
 from settings import AutoencoderTraining
 
 
@@ -13,7 +12,9 @@ def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
 
     Commands call this first, so that a missing file raises its ConfigError before anything slow runs.
     """
-    if training.use_perceptual_loss and training.perceptual.network in FILES:
+    if training.use_perceptual_loss and training.perceptual.network != "structural":
+        from losses.weights import find_weights
+
         find_weights(training.perceptual.network, training.perceptual.weights)
 
 
@@ -24,11 +25,13 @@ def build_perceptual_loss(training: AutoencoderTraining, seed: int, load_weights
     `load_weights=False` the network is built without reading a file, to predict memory. Raise ConfigError if the
     weights are missing and cannot be downloaded.
     """
+    perceptual = training.perceptual
     if not training.use_perceptual_loss:
         return None
-    perceptual = training.perceptual
-    if perceptual.network.startswith("lpips-"):
-        return LpipsSlices(perceptual, seed, load_weights)
     if perceptual.network == "structural":
         return StructuralDistance()
-    return MedicalNetDistance(perceptual.weights, load_weights)
+    from losses.networks import LpipsSlices, MedicalNetDistance
+
+    if perceptual.network == "medicalnet-resnet10":
+        return MedicalNetDistance(perceptual.weights, load_weights)
+    return LpipsSlices(perceptual, seed, load_weights)

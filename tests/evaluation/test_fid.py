@@ -10,7 +10,7 @@ from monai.metrics.fid import FIDMetric
 from torch import Tensor, nn
 
 from evaluation.fid import FeatureNetwork, fid_and_kid, frechet_distance, kernel_distance, radimagenet_resnet50
-from losses.medicalnet import dilated_resnet
+from losses.networks import dilated_resnet
 from settings import ConfigError
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from losses.lpips_slices import import_torchvision
+from losses.networks import dilated_resnet, import_torchvision
 
 TRUNKS = {"squeeze": "squeezenet1_1", "alex": "alexnet", "vgg": "vgg16"}
 
@@ -39,8 +39,6 @@ def trunk_files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def medicalnet_file(tmp_path_factory) -> Path:
-    from losses.medicalnet import dilated_resnet
-
     with torch.device("meta"):
         network = dilated_resnet(10)
     state = random_state({key: value.shape for key, value in network.state_dict().items()}, seed=2)

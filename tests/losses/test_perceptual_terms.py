@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from losses import build_perceptual_loss
-from losses.lpips_slices import LpipsSlices, drawn_slices
+from losses.networks import LpipsSlices, drawn_slices
 from memory.predict.emulation import measure_peak
 from settings import AutoencoderTraining
 
-NETWORKS = ["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
+NETWORKS = ["lpips-squeeze", "medicalnet-resnet10", "structural"]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy.ndimage import gaussian_filter
 
-from losses.structural import StructuralDistance, structural_distance
+from losses.perceptual import StructuralDistance, structural_distance
 
 
 @pytest.fixture(scope="module")

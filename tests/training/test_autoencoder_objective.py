@@ -10,7 +10,7 @@ from monai.networks.nets import AutoencoderKL
 from torch import Tensor, nn
 
 from data import Batch
-from losses.structural import StructuralDistance
+from losses.perceptual import StructuralDistance
 from settings import Settings
 from tests.models.autoencoders import stock_like
 from tests.training.steps import CPU, make_batches

@@ -8,7 +8,7 @@ from monai.networks.nets import AutoencoderKL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from losses import pieces
+from losses import perceptual
 from memory.predict import emulation
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
@@ -187,9 +187,9 @@ def test_convolutions_return_the_layout_of_a_gpu_whatever_the_cpu_can_do(dtype, 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_same_result(cuda, monkeypatch):
     """Nine chunks of three shapes, the last of each axis shorter: four or five of them run."""
-    rows: list[list[pieces.Index]] = [[(0, 0, row)] * 2 for row in range(6)]
-    columns: list[list[pieces.Index]] = [[(0, 0, slice(None), row)] for row in range(2)]
-    chunks: list[list[pieces.Index]] = [*rows, [(0, 0, 7)], *columns]
+    rows: list[list[perceptual.Index]] = [[(0, 0, row)] * 2 for row in range(6)]
+    columns: list[list[perceptual.Index]] = [[(0, 0, slice(None), row)] for row in range(2)]
+    chunks: list[list[perceptual.Index]] = [*rows, [(0, 0, 7)], *columns]
     runs = []
 
     def distance(images, wanted):
@@ -198,7 +198,7 @@ def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_
 
     def run(tracker):
         volume = torch.zeros(1, 1, 8, 8, 8, requires_grad=True)
-        pieces.mean_over_pieces(volume, torch.zeros(1, 1, 8, 8, 8), chunks, distance).backward()
+        perceptual.mean_over_pieces(volume, torch.zeros(1, 1, 8, 8, 8), chunks, distance).backward()
 
     found = measure_peak(run, cuda=cuda)
     assert len(runs) == 2 + 1 + 2

@@ -1,4 +1,4 @@
-"""2.5D LPIPS: the learned 2D distance of Zhang et al. 2018 over slices of all three axes of a volume."""
+"""Perceptual terms with trained networks: 2.5D LPIPS over slices of all three axes, and MedicalNet on whole volumes."""
 
 import importlib
 import math
@@ -11,21 +11,24 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from losses.pieces import FrozenTerm, Index, mean_over_pieces
+from losses.perceptual import FrozenTerm, Index, mean_over_pieces, mean_over_volumes
 from losses.weights import find_weights, take_weights
 from settings.autoencoder import PerceptualSettings
 
 # The shortest side that each trunk accepts. Thinner slices are enlarged to it along that side.
 SHORTEST_SIDE = {"lpips-squeeze": 17, "lpips-alex": 31, "lpips-vgg": 16}
+MEDICALNET = "medicalnet-resnet10"
+# The smallest standard deviation that a target is divided by, for constant backgrounds. Intensities span 2.
+SMALLEST_STD = 0.01
 # torchvision's operators, if they had to be declared; they exist only as long as the library object.
 _declarations: list[torch.library.Library] = []
 
 
 class LpipsSlices(FrozenTerm):
-    """The mean LPIPS over slices that are drawn anew for each step, the same for every volume of a batch.
+    """The mean LPIPS (Zhang et al. 2018) over slices that are drawn anew for each step, for all volumes of a batch.
 
     Volumes are in [-1, 1], the range that LPIPS expects. Each channel is compared on its own as a grey image, because
     the channels of a medical volume are not red, green and blue.
@@ -33,7 +36,7 @@ class LpipsSlices(FrozenTerm):
 
     def __init__(self, s: PerceptualSettings, seed: int, load_weights: bool = True) -> None:
         super().__init__()
-        self.network: Any = _load_network(s) if load_weights else _empty_network(s)
+        self.network: Any = _load_lpips(s) if load_weights else _empty_lpips(s)
         self.shortest_side = SHORTEST_SIDE[s.network]
         self.seed, self.slice_fraction, self.chunk_size = seed, s.slice_fraction, s.chunk_size
         self.freeze()
@@ -116,7 +119,7 @@ def import_torchvision() -> ModuleType:
     return importlib.import_module("torchvision")
 
 
-def _empty_network(s: PerceptualSettings) -> Any:
+def _empty_lpips(s: PerceptualSettings) -> Any:
     import_torchvision()
     import lpips
 
@@ -126,12 +129,12 @@ def _empty_network(s: PerceptualSettings) -> Any:
         return lpips.LPIPS(net=s.network.removeprefix("lpips-"), pretrained=False, pnet_rand=True, verbose=False)
 
 
-def _load_network(s: PerceptualSettings) -> Any:
+def _load_lpips(s: PerceptualSettings) -> Any:
     """Build LPIPS with the trunk from a torchvision file and the heads from the lpips package."""
     path = find_weights(s.network, s.weights)
     # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
-        network = _empty_network(s)
+        network = _empty_lpips(s)
     # torchvision's features.3.weight is net.slice2.3.weight here; the layer keeps its number.
     names = {f"net.{key}": f"features.{key.split('.', 1)[1]}" for key in network.net.state_dict()}
     import lpips
@@ -142,4 +145,64 @@ def _load_network(s: PerceptualSettings) -> Any:
     # The package registers every head twice, as lin0 and as lins.0.
     copies = {key.replace("lin", "lins.", 1): value for key, value in heads.items()}
     take_weights(network, names, s.network, path, {**heads, **copies, **scaling})
+    return network
+
+
+class MedicalNetDistance(FrozenTerm):
+    """The mean squared distance of unit-length features of MedicalNet (Chen et al. 2019) over volumes and channels.
+
+    One channel of one volume goes through the network at a time. Both volumes are standardised with the target's mean
+    and standard deviation. With its own, as in MONAI, a reconstruction with the wrong contrast would not be penalised;
+    with those of the batch, the loss of a volume would depend on the other volumes.
+    """
+
+    def __init__(self, weights: str | None = None, load_weights: bool = True) -> None:
+        super().__init__()
+        self.network: Any = _load_medicalnet(weights) if load_weights else dilated_resnet(10)
+        self.freeze()
+
+    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
+        """Return the mean distance. `step` has no effect, because the whole volume is compared."""
+        return mean_over_volumes(reconstruction, target, self.distance)
+
+    def distance(self, volumes: Tensor, wanted: Tensor) -> Tensor:
+        """Return the distance of each pair of one-channel volumes (n, depth, height, width)."""
+        with torch.no_grad():
+            mean = wanted.mean(dim=(1, 2, 3), keepdim=True)
+            std = wanted.std(dim=(1, 2, 3), keepdim=True, correction=0).clamp_min(SMALLEST_STD)
+            wanted_feature = unit_length(self._feature((wanted - mean) / std))
+        difference = unit_length(self._feature((volumes - mean) / std)) - wanted_feature
+        return difference.square().sum(dim=1).mean(dim=(1, 2, 3))
+
+    def _feature(self, volumes: Tensor) -> Tensor:
+        network = self.network
+        result = network.maxpool(network.act(network.bn1(network.conv1(volumes.unsqueeze(1)))))
+        return network.layer4(network.layer3(network.layer2(network.layer1(result))))
+
+
+def dilated_resnet(depth: int) -> Any:
+    """Build MONAI's 3D ResNet of 10 or 50 layers with the strides and dilations that MedicalNet was trained with."""
+    from monai.networks.nets import resnet10, resnet50
+
+    build = {10: resnet10, 50: resnet50}[depth]
+    network = build(spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, conv1_t_stride=2)
+    # MedicalNet stops at an eighth of the resolution: its last two levels use dilation instead of strides.
+    for level, dilation in ((network.layer3, 2), (network.layer4, 4)):
+        for module in level.modules():
+            if isinstance(module, nn.Conv3d):
+                module.stride = (1, 1, 1)
+                if module.kernel_size == (3, 3, 3):
+                    module.dilation = module.padding = (dilation,) * 3
+    return network
+
+
+def _load_medicalnet(weights: str | None) -> Any:
+    path = find_weights(MEDICALNET, weights)
+    # The meta device skips initialisation, which would take time and draw random numbers.
+    with torch.device("meta"):
+        network = dilated_resnet(10)
+    # Files from old versions of torch lack the batch counts, which eval mode does not use.
+    keys = network.state_dict().keys()
+    counts = {key: torch.zeros((), dtype=torch.long) for key in keys if key.endswith("num_batches_tracked")}
+    take_weights(network, {key: key for key in keys if key not in counts}, MEDICALNET, path, counts)
     return network
