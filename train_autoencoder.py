@@ -26,7 +26,8 @@ def main(options: argparse.Namespace) -> int:
 
 def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
-    from data import BatchPlan, ValidationBatches, prepare_volumes, training_batches
+    from data import prepare_volumes
+    from data.batches import BatchPlan, ValidationBatches, training_batches
     from evaluation.report import publish, show_validation
     from losses import ensure_perceptual_weights
     from memory.watch.memory_watch import MemoryWatch

@@ -25,7 +25,8 @@ def main(options: argparse.Namespace) -> int:
 
 def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
-    from data import BatchPlan, prepare_volumes
+    from data import prepare_volumes
+    from data.batches import BatchPlan
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents
     from diffusion.normalisation import pretrained_unet

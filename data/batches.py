@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ SAMPLE_STREAM = 2
 
 # Of num_workers: auto, by where the volumes are kept.
 MOST_WORKERS = {"disk": 2, "memory": 2, "none": 8}
+DYING_SECONDS = 2
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
@@ -289,10 +291,10 @@ def _start(loader: DataLoader) -> Iterator[Any]:
     # torch's SIGCHLD handler would raise anywhere in the training step; `_checked` notices a dead worker as well.
     if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
         signal.signal(signal.SIGCHLD, previous)
-    return _checked(batches, loader.num_workers > 0)
+    return _checked(batches, getattr(batches, "_workers", ()))
 
 
-def _checked(batches: Iterator[Any], has_workers: bool) -> Iterator[Any]:
+def _checked(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Iterator[Any]:
     """Yield the batches; raise DataError for a `_Failure`, and TrainingError when a worker dies."""
     while True:
         try:
@@ -300,8 +302,8 @@ def _checked(batches: Iterator[Any], has_workers: bool) -> Iterator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            # A worker that died while it handed over a batch leaves an OSError or an EOFError.
-            if not has_workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
+            # A worker that dies while it hands over a batch leaves an OSError or an EOFError, and is gone soon after.
+            if not workers or not wait([worker.sentinel for worker in workers], timeout=DYING_SECONDS):
                 raise
             raise TrainingError(
                 f"data.num_workers: a DataLoader worker died ({error}), most likely because memory ran out; lower "

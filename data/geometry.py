@@ -1,9 +1,14 @@
-"""Moves volumes between the grid stored in their file and the network's grid, and compares the space of two files."""
+"""Moves volumes between the grid and intensities of their file and those of the network; compares the space of files.
+
+The network sees intensities in [-1, 1] (`NETWORK_RANGE`): LPIPS expects that range, and it is symmetric about the zeros
+that pad convolutions. A volume's lower and upper intensity are found on the whole volume, before any cropping, and map
+to the two ends; values outside are clipped.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import nibabel as nib
@@ -11,11 +16,18 @@ import numpy as np
 from scipy import sparse
 
 from data.header import Header
-from data.intensity import NETWORK_RANGE
 from runtime.files import printable
-from settings.data import DataSettings
+from settings.data import DataSettings, IntensitySettings
 
 Grid = tuple[int, ...]
+
+NETWORK_RANGE = (-1.0, 1.0)
+
+INTENSITY = "data.intensity"
+"""The section with the rules of the volumes' intensities."""
+
+# With fewer float32 steps than this between the two ends, no usable contrast is left.
+FEWEST_STEPS = 64
 
 # Planes read and scaled at a time.
 PLANES = 8
@@ -226,3 +238,44 @@ def _text(header: Header) -> str:
     spacing = " x ".join(f"{mm:.3g}" for mm in header.spacing_mm)
     x, y, z = _corners(header)[0]
     return f"{shape} voxels of {spacing} mm from ({x:.1f}, {y:.1f}, {z:.1f})"
+
+
+def scale_to_network(voxels: np.ndarray, lower: Sequence[float], upper: Sequence[float]) -> np.ndarray:
+    """Clip each channel and map it to the network's range, in place; return the same array."""
+    low, high = NETWORK_RANGE
+    for channel, first, last in zip(voxels, lower, upper, strict=True):
+        np.clip(channel, np.float32(first), np.float32(last), out=channel)
+        channel -= np.float32(first)
+        channel *= np.float32((high - low) / (last - first))
+        channel += np.float32(low)
+        np.clip(channel, low, high, out=channel)
+    return voxels
+
+
+def to_intensities(unit: np.ndarray, lower: Sequence[float], upper: Sequence[float]) -> np.ndarray:
+    """Map a (C, D, H, W) volume from [0, 1] to intensities from `lower` to `upper`, of each channel."""
+    low, high = (np.array(ends, np.float32)[:, None, None, None] for ends in (lower, upper))
+    return unit * (high - low) + low
+
+
+def range_problem(
+    lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str = INTENSITY
+) -> str | None:
+    """Return why float32 cannot scale one of the channels from these ranges, or None if it can scale all."""
+    limits = np.finfo(np.float32)
+    for channel, (low, high) in enumerate(zip(lower, upper, strict=True)):
+        if low >= high:
+            _, first, second = s.of_channel(channel)
+            return (
+                f"channel {channel} is {low:g} at both the {first:g}th and the {second:g}th percentile; percentile "
+                f"scaling needs contrast; for mostly empty volumes set {section}.lower=0 {section}.upper=100, or mode: "
+                "window; otherwise remove the file"
+            )
+        # Differences or their inverse would overflow, or the numbers are so large that differences were rounded away.
+        is_finite = float(limits.tiny) <= high - low <= float(limits.max)
+        if not is_finite or high - low < FEWEST_STEPS * np.spacing(np.float32(max(abs(low), abs(high)))):
+            return (
+                f"channel {channel} is scaled from {low:.9g} to {high:.9g}, a range that float32 cannot resolve; "
+                f"change the unit of its intensities, subtract an offset, or widen {section}"
+            )
+    return None

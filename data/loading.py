@@ -13,9 +13,8 @@ from torch import Tensor
 from data.checking import PreparedFolder, VolumeFacts, measure, on_grid, unusable
 from data.discovery import VolumeFile
 from data.formats import channels_text
-from data.geometry import Geometry, geometry_of
+from data.geometry import NETWORK_RANGE, Geometry, geometry_of, to_intensities
 from data.header import FileError
-from data.intensity import NETWORK_RANGE, to_intensities
 from data.store import StoredError
 from runtime.files import printable
 from settings.data import DataSettings

@@ -24,15 +24,6 @@ FEWEST = 4
 # Resampling with splines makes positive volumes negative by this share of their range.
 LARGEST_RINGING = 0.1
 
-# The share of equal neighbours. Label maps of 3 to 400 values reach 0.8 to 1; MR images 0.03 to 0.07 as they are, and
-# at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
-LEAST_OF_LABELS = 0.7
-
-
-def looks_like_labels(facts: VolumeFacts) -> bool:
-    """Return whether a volume has whole values, none negative, however many, in regions of equal ones."""
-    return facts.is_whole and 0 <= facts.minimum < facts.maximum and facts.equal_neighbours >= LEAST_OF_LABELS
-
 
 def modality_of(facts: VolumeFacts) -> str:
     """Guess what kind of volume this is from its intensities."""
@@ -50,21 +41,6 @@ def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []
-
-
-def cropping(facts: Sequence[VolumeFacts], s: DataSettings) -> str | None:
-    """Return a line on volumes that the grid cuts a part away from; None without."""
-    if s.resize != "crop_or_pad":
-        return None
-    shapes = [geometry_of(fact, s).spaced_shape for fact in facts]
-    kept = [math.prod(min(new / old, 1.0) for old, new in zip(shape, s.voxel_size, strict=True)) for shape in shapes]
-    number = sum(share < 1 for share in kept)
-    if not number:
-        return None
-    return (
-        f"data.voxel_size {' x '.join(map(str, s.voxel_size))} cuts {number} of {len(facts)} volumes, by up to "
-        f"{1 - min(kept):.0%} of their voxels (data.resize: crop_or_pad); a larger grid or spacing keeps them whole"
-    )
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import re
 from collections import Counter
@@ -16,9 +17,11 @@ from data.discovery import LABEL_ENDING, VolumeFile, expanded, volumes_under
 from data.formats import SUFFIXES, read_header, stem
 from data.geometry import mismatch
 from data.header import Note
-from runtime.files import printable, read_text, reason, shortened
+from runtime.files import counted, printable, read_text, reason, shortened
 from settings import DataError
 from settings.data import DataSettings
+
+log = logging.getLogger(__name__)
 
 # nnU-Net numbers the channels of an image at the end of its name, and its label map has no number.
 _CHANNEL = re.compile(r"_\d{4}$")
@@ -148,6 +151,7 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
 
     A row may give a volume's file name alone if that is unique. Each volume without a row, with several, or with empty
     cells gets a note. Raises DataError if the column file or one of `columns`, whatever their case, is not there once.
+    A warning counts the rows without a volume.
     """
     where = f"{key}: {printable(table)}"
     listed: dict[str, list[Row]] = {}
@@ -156,6 +160,13 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
             listed[name].append(row)
     file_names = [PurePosixPath(name).name for name in names]
     counts = Counter(file_names)
+    unknown = [name for name in listed if name and name not in counts and name not in {*names}]
+    if unknown:
+        examples = printable(", ".join(unknown[:3]))
+        text = f"{counted(len(unknown), 'row')} without a volume of the run, such as {examples}"
+        if len(unknown) == len(listed):
+            raise DataError(f"{where} has only {text}; give names of files, or paths below data.source")
+        log.warning("%s has %s", where, text)
     rows, notes = {}, []
     for name, short in zip(names, file_names, strict=True):
         found = listed.get(name) or (listed.get(short, []) if counts[short] == 1 else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data import dicom
-from data.checking import Checked, VolumeFacts, check_files
+from data.checking import Checked, VolumeFacts, check_files, looks_like_labels
 from data.discovery import (
     PATIENTS,
     DiscoveredVolume,
@@ -27,8 +28,8 @@ from data.discovery import (
     mixed_modalities,
     with_folders,
 )
+from data.geometry import geometry_of
 from data.header import Note, grouped, left_out, problem_lines
-from data.overview import cropping, looks_like_labels
 from data.partners import rows_of
 from data.phantoms import phantom_files, phantom_paths
 from runtime.files import PHANTOMS, counted, printable
@@ -153,7 +154,7 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
         raise DataError(f"data.source: {printable(s.source)} has {number}:\n{problem_lines(source.problems)}")
     for line in grouped(source.left_out):
         log.warning("data: %s", line)
-    if (cropped := cropping([facts for _, facts in source.usable], s)) is not None:
+    if (cropped := _cropping([facts for _, facts in source.usable], s)) is not None:
         log.warning("data: %s", cropped)
     digests = {volume: facts.digest for volume, facts in source.usable}
     names: dict[str, list[str]] = {}
@@ -167,6 +168,21 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
             *(counted(len(digests) - len(names), "volume"), len(digests), *copies[0][:2]),
         )
     return _split_files(digests, s, seed, in_channels)
+
+
+def _cropping(facts: Sequence[VolumeFacts], s: DataSettings) -> str | None:
+    """Return a line on volumes that the grid cuts a part away from; None without."""
+    if s.resize != "crop_or_pad":
+        return None
+    shapes = [geometry_of(fact, s).spaced_shape for fact in facts]
+    kept = [math.prod(min(new / old, 1.0) for old, new in zip(shape, s.voxel_size, strict=True)) for shape in shapes]
+    number = sum(share < 1 for share in kept)
+    if not number:
+        return None
+    return (
+        f"data.voxel_size {' x '.join(map(str, s.voxel_size))} cuts {number} of {len(facts)} volumes, by up to "
+        f"{1 - min(kept):.0%} of their voxels (data.resize: crop_or_pad); a larger grid or spacing keeps them whole"
+    )
 
 
 def _split_files(digests: Mapping[DiscoveredVolume, str], s: DataSettings, seed: int, in_channels: int) -> DataSplit:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import Batch, BatchPlan, DataSplit, in_pose, load_file, training_batches
-from data.batches import VolumeOrder, one_ahead
-from data.loading import Pose, random_pose
+from data import DataSplit
+from data.batches import Batch, BatchPlan, VolumeOrder, one_ahead, training_batches
+from data.loading import Pose, in_pose, load_file, random_pose
 from diffusion.conditioning import (
     NOTHING,
     ConditionBatch,

@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from data import LoadedVolume, load_file, load_volume, prepare_volumes, restore, to_unit
+from data import prepare_volumes
 from data.formats import write_nifti
+from data.loading import LoadedVolume, load_file, load_volume, restore, to_unit
 from diffusion.conditioning.command_line import AskedConditions
 from diffusion.conditioning.kind import Asked
 from diffusion.sampling import VolumeSampler

@@ -16,7 +16,8 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from data import DataSplit, VolumeFile, from_unit, load_file, to_unit
+from data import DataSplit, VolumeFile
+from data.loading import from_unit, load_file, to_unit
 from diffusion.conditioning import check_conditions, hidden
 from diffusion.conditioning.kind import NOTHING_KNOWN, KnownVoxels
 from diffusion.conditioning.volume import held_out_with_hole, lowered

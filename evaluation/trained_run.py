@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 from torch import Tensor
 
-from data.intensity import to_intensities
+from data.geometry import to_intensities
 from diffusion.conditioning import kinds_of
 from diffusion.normalisation import Normalisation
 from models import DiffusionUNet, StockAutoencoder, build_unet

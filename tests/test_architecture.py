@@ -119,7 +119,7 @@ def test_folders_at_the_top_and_lines_of_the_train_scripts_are_few_and_no_name_i
     folders = {line.split("/")[0] for line in tracked.splitlines() if "/" in line and not line.startswith(".")}
     assert len(folders) <= 13, sorted(folders)
     for name in ("train_autoencoder.py", "train_ldm.py"):
-        assert len((ROOT / name).read_text().splitlines()) < 90
+        assert len((ROOT / name).read_text().splitlines()) <= 90
     vague = {"utils", "helpers", "misc", "common"}
     assert [p for p in SOURCES if p.stem in vague or vague & set(p.relative_to(ROOT).parts)] == []
     files = [str(path.relative_to(ROOT)) for path in SOURCES]

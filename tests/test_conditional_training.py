@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from data import BatchPlan, prepare_volumes
+from data import prepare_volumes
+from data.batches import BatchPlan
 from data.formats import write_nifti
 from diffusion.conditioning import check_conditions
 from diffusion.latents import LatentBatch, VolumeBatch, prepare_latents

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data import Batch
+from data.batches import Batch
 from losses import build_perceptual_loss
 from losses.terms import (
     commitment_loss,

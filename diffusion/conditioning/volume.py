@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data import VolumeFile, in_pose, load_file, to_unit
+from data import VolumeFile
 from data.checking import VolumeFacts, measure, unusable
 from data.formats import read_header, read_stored
-from data.geometry import geometry_of, in_planes, mismatch, regridded
+from data.geometry import INTENSITY, geometry_of, in_planes, mismatch, regridded, scale_to_network
 from data.header import Header
-from data.intensity import INTENSITY, scale_to_network
-from data.loading import Pose
+from data.loading import Pose, in_pose, load_file, to_unit
 from data.partners import PartnerSource, checked_partners
 from diffusion.conditioning.kind import (
     Asked,

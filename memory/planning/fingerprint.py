@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.checking import Checked, VolumeFacts, problems_of
+from data.checking import Checked, VolumeFacts, looks_like_labels, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
+from data.geometry import range_problem
 from data.header import Note, problem_lines
-from data.intensity import range_problem
-from data.overview import looks_like_labels, modality_of, outlier_lines, turned
+from data.overview import modality_of, outlier_lines, turned
 from data.volumes import check_source, suspected_pattern
 from runtime.files import counted, printable
 from settings import DataError

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from data import Batch, BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
-from data.batches import VolumeOrder, one_ahead
+from data import DataSplit, prepare_volumes
+from data.batches import Batch, BatchPlan, ValidationBatches, VolumeOrder, one_ahead, training_batches
 from data.loading import load_volume
-from settings import ConfigError, DataError, DataSettings
+from settings import ConfigError, DataError, DataSettings, TrainingError
 from tests.data.small_volumes import build_settings
 
 PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
@@ -189,6 +189,21 @@ def test_a_file_that_disappears_stops_training_and_is_named(folder, num_workers)
     assert children() <= before
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_dead_worker_is_told_from_an_error_of_the_system(folder, monkeypatch, dies):
+    volumes, settings = prepared(folder, num_workers=1)
+
+    def fail(*_: object) -> None:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("data.batches.load_file", fail)
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 9)
+    with pytest.raises(TrainingError if dies else OSError, match="worker died" if dies else "too many open files"):
+        next(steps)
+
+
 def test_workers_outlive_the_signals_that_ask_training_to_stop(folder):
     volumes, settings = prepared(folder, num_workers=1)
     before = children()
@@ -202,7 +217,8 @@ def test_workers_outlive_the_signals_that_ask_training_to_stop(folder):
 
 def test_a_process_with_live_workers_can_exit(folder):
     code = f"""
-from data import BatchPlan, prepare_volumes, training_batches
+from data import prepare_volumes
+from data.batches import BatchPlan, training_batches
 from settings import DataSettings
 settings = DataSettings.model_validate(
     dict(source={str(folder)!r}, voxel_size=[12, 10, 8], num_workers=2, persistent_workers=True)

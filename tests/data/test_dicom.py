@@ -14,9 +14,9 @@ from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID, ExplicitVRLittleEndian, JPEGLosslessSV1, generate_uid
 
-from data import load_volume
 from data.discovery import find
 from data.formats import content_digest, read_header, read_stored, signature, write_nifti
+from data.loading import load_volume
 from data.volumes import check_source
 from settings import DataError
 from tests.data.small_volumes import build_settings, read_volume

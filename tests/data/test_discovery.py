@@ -124,15 +124,26 @@ def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path, content, text):
     assert text in str(refusal.value)
 
 
-def test_a_csv_gives_labels_by_relative_or_file_name(make_volume, tmp_path):
+def test_a_csv_gives_labels_by_relative_or_file_name_and_rows_without_a_volume_are_counted(
+    make_volume, tmp_path, caplog
+):
     for name in ("x/a.nii.gz", "x/b.nii.gz", "y/b.nii.gz"):
         make_volume(name)
-    (tmp_path / "labels.csv").write_text("file,age,label\na.nii.gz,3,ill\nx/b.nii.gz,4,well\n./y/b.nii.gz,5,ill\n")
-    settings = build_settings(source=str(tmp_path / "volumes"), class_labels=str(tmp_path / "labels.csv"))
+    table = tmp_path / "labels.csv"
+    table.write_text("file,age,label\na.nii.gz,3,ill\nx/b.nii.gz,4,well\n./y/b.nii.gz,5,ill\n")
+    settings = build_settings(source=str(tmp_path / "volumes"), class_labels=str(table))
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     labels = {file.name: file.label for file in (*volumes.train, *volumes.val)}
     assert volumes.class_names == ("ill", "well")
     assert labels == {"x/a.nii.gz": 0, "x/b.nii.gz": 1, "y/b.nii.gz": 0}
+    assert "labels.csv" not in caplog.text
+    others = "".join(f"{name},,ill\n" for name in ("y/a.nii.gz", "c", "d", "e"))
+    table.write_text(table.read_text() + others)
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert caplog.text.count("labels.csv has 4 rows without a volume of the run, such as y/a.nii.gz, c, d\n") == 1
+    table.write_text(f"file,age,label\n{others}")
+    with pytest.raises(DataError, match=r"labels\.csv has only 4 rows without a volume .* paths below data\.source"):
+        prepare_volumes(settings, seed=0, in_channels=1)
 
 
 def test_volumes_without_one_row_are_reported_with_the_other_problems(make_volume, tmp_path):

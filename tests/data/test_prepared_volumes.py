@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from data import BatchPlan, checking, load_file, load_volume, prepare_volumes, training_batches
+from data import checking, prepare_volumes
+from data.batches import BatchPlan, training_batches
 from data.checking import PreparedFolder, VolumeFacts, measure
 from data.formats import write_nifti
 from data.header import Stored
+from data.loading import load_file, load_volume
 from settings import ConfigError, DataError, DataSettings, Settings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 

@@ -14,11 +14,12 @@ import torch
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
-from data import load_volume, prepare_volumes
-from data.checking import PreparedFolder, VolumeFacts, measure
+from data import prepare_volumes
+from data.checking import PreparedFolder, VolumeFacts, looks_like_labels, measure
 from data.discovery import DiscoveredVolume, find
 from data.formats import write_nifti
-from data.overview import looks_like_labels, outlier_lines, range_lines
+from data.loading import load_volume
+from data.overview import outlier_lines, range_lines
 from data.volumes import check_source, groups_of, split, suspected_patients
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels

@@ -11,10 +11,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data.checking import measure, on_grid
+from data.checking import Ranking, measure, on_grid
 from data.formats import COPIES_WHILE_READING, write_nifti
 from data.header import Stored
-from data.intensity import Ranking
 from data.loading import in_pose, load_volume, random_part, random_pose, restore
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels

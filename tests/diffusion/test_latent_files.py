@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import BatchPlan, VolumeFile
+from data import VolumeFile
+from data.batches import BatchPlan
 from diffusion.conditioning import ConditionStore
 from diffusion.conditioning.kind import Prepared
 from diffusion.latent_files import TensorCache, latent_key, latent_name

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data import BatchPlan, load_file, prepare_volumes
-from data.batches import VolumeOrder
+from data import prepare_volumes
+from data.batches import BatchPlan, VolumeOrder
+from data.loading import load_file
 from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.latents import LatentBatch, Latents, prepare_latents
 from diffusion.sampling import VolumeSampler

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from data import BatchPlan, load_file, prepare_volumes
-from data.batches import VolumeOrder
+from data import prepare_volumes
+from data.batches import BatchPlan, VolumeOrder
+from data.loading import load_file
 from diffusion.conditioning.class_label import check_classes, class_number
 from diffusion.latent_files import latent_name
 from diffusion.latents import LATENTS, NUM_COPIES, pose_of, prepare_latents

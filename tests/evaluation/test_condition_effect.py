@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data import DataSplit, VolumeFile, load_file, prepare_volumes, to_unit
+from data import DataSplit, VolumeFile, prepare_volumes
 from data.formats import write_nifti
+from data.loading import load_file, to_unit
 from diffusion.conditioning import ConditionStore, Preparation, check_conditions, prepare_conditions
 from diffusion.conditioning.kind import KnownVoxels, Partners
 from diffusion.conditioning.tabular import NumberCode, Tabular

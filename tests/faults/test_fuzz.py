@@ -17,13 +17,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import load_volume
 from data.discovery import find
+from data.loading import load_volume
 from settings import DataSettings, UserError, dump_yaml, known_keys, load_settings
 from training.checkpoints import Checkpoints
 
 KEYS = sorted(name for name, _ in known_keys())
-NUM_INPUTS = {"values": 600, "documents": 100, "listings": 100, "headers": 250, "checkpoints": 150}
+NUM_INPUTS = {"values": 400, "documents": 100, "listings": 100, "headers": 250, "checkpoints": 150}
 
 # fmt: off
 TRAPS = (

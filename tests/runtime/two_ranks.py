@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data import BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
+from data import DataSplit, prepare_volumes
+from data.batches import BatchPlan, ValidationBatches, training_batches
 from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
 from models.volume_codec import frozen_codec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data import Batch
+from data.batches import Batch
 from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import Settings

@@ -9,7 +9,7 @@ import torch
 from monai.networks.nets import AutoencoderKL
 from torch import Tensor, nn
 
-from data import Batch
+from data.batches import Batch
 from losses.perceptual import StructuralDistance
 from settings import Settings
 from tests.models.autoencoders import stock_like

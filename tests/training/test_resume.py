@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
+from data import DataSplit, VolumeFile, prepare_volumes
+from data.batches import BatchPlan, training_batches
 from diffusion.latents import LatentBatch
 from diffusion.normalisation import Normalisation
 from runtime.files import RunFolder

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from data import Batch, VolumeFile
+from data import VolumeFile
+from data.batches import Batch
 from data.formats import read_header
 from data.geometry import geometry_of
 from models.bottleneck import code_use

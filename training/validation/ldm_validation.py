@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from data import DataSplit, VolumeFile, from_unit, load_file, load_volume, to_unit
+from data import DataSplit, VolumeFile
+from data.loading import from_unit, load_file, load_volume, to_unit
 from diffusion.latents import Latents
 from diffusion.sampling import VolumeSampler
 from settings import DataSettings

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data import Batch
+from data.batches import Batch
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import Batch
+from data.batches import Batch
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep

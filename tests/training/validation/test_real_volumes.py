@@ -8,7 +8,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from data import DataSplit, VolumeFile, load_volume, to_unit
+from data import DataSplit, VolumeFile
+from data.loading import load_volume, to_unit
 from settings import DataSettings
 from training.validation.autoencoder_validation import spacing_of
 from training.validation.ldm_validation import MAX_COMPARED, MAX_SHOWN, RealVolumes
