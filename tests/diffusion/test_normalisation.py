@@ -114,7 +114,8 @@ def test_the_normalisation_is_of_the_training_volumes_and_the_same_for_every_cac
     assert latents.read is not None
     training = torch.stack([latents.read(index, 0) for index in range(len(latents.volumes.train))])
     expected = statistics_of(training).normalisation(CPU).content()
-    for cache in ("memory", "none", "disk", "disk"):  # at the second time the latents are found
+    assert torch.equal(latents.normalisation.scale, expected["latent_scale"])
+    for cache in ("none", "disk", "disk"):  # at the second time the latents are found
         _, others = prepared(tiny_values, cache)
         for name, values in others.normalisation.content().items():
             assert torch.equal(values, expected[name])

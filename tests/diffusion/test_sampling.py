@@ -79,15 +79,6 @@ def test_the_error_falls_at_the_order_of_the_sampler(name, sampler, order):
     assert math.log(coarse / fine, 3) == pytest.approx(order, abs=0.4)
 
 
-@pytest.mark.parametrize("name", ["epsilon", "v"])
-def test_ddpm_draws_the_mean_and_the_spread_of_the_data(name):
-    process = NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU)
-    noise, predict = SampleNoise(1, CPU), GaussianData(process).predict
-    drawn = sample_latents(predict, process, noise, range(400), SHAPE, 240, sampler="ddpm")
-    assert drawn.mean().item() == pytest.approx(MEAN, abs=0.03)
-    assert drawn.std().item() == pytest.approx(SPREAD, rel=0.08)
-
-
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 def test_one_step_is_the_denoisers_mean_and_more_timesteps_than_the_schedule_has_do_no_harm(sampler):
     is_flow = sampler in ("rflow", "heun")
@@ -134,15 +125,6 @@ def test_ddim_and_ddpm_take_the_steps_of_the_ddim_paper(schedule, prediction, et
         x = x + sigma * noise.normal(f"sample step {i}", POSITIONS, PAPER_SHAPE)
     found = sample_latents(network, process, noise, POSITIONS, PAPER_SHAPE, STEPS, "ddpm" if eta else "ddim")
     torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
-
-
-def test_flow_takes_eulers_steps_from_noise_to_clean():
-    process, noise = NoiseProcess(SchedulerSettings(type="rflow"), CPU), SampleNoise(3, CPU)
-    x = noise.normal("sample", POSITIONS, PAPER_SHAPE)
-    for i in range(STEPS):
-        x = x + network(x, torch.full((3,), 1000 * (1 - i / STEPS))) / STEPS
-    found = sample_latents(network, process, noise, POSITIONS, PAPER_SHAPE, STEPS)
-    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
 
 
 class ByLabel(nn.Module):
@@ -202,10 +184,9 @@ def test_padding_is_zeros_at_the_far_ends_and_is_cut_off_again():
     assert seen[0].sum().item() == pytest.approx(noisy.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
-def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_values, sampler):
+def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_values):
     conditioning = {"type": "class", "num_classes": 3}
-    step = ldm_step(tiny_values, conditioning=conditioning, sampling={"sampler": sampler, "guidance_scale": 3.0})
+    step = ldm_step(tiny_values, conditioning=conditioning, sampling={"sampler": "ddpm", "guidance_scale": 3.0})
     step.unet.eval()
     labels = torch.tensor([1, 1])
 
@@ -214,7 +195,7 @@ def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_
         return plain + 3.0 * (step.unet(noisy, times, class_labels=labels) - plain)
 
     shape, noise = step.settings.latent_shape, SampleNoise(6, CPU)
-    latents = sample_latents(predict, step.noise_process, noise, [0, 5], shape, 4, sampler)
+    latents = sample_latents(predict, step.noise_process, noise, [0, 5], shape, 4, "ddpm")
     step.unet.train()
     drawing = VolumeSampler(step.unet, step.codec, step.settings, Normalisation.uniform(3, 0.5), 6, batch_size=2)
     found = list(drawing.draw([0, 5], lambda _: ConditionBatch({"class_label": labels})))
@@ -228,13 +209,12 @@ def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, *
     return torch.stack(list(sampler.draw(positions, **options)))
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "ddpm", "dpmpp_2m"])
-def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tiny_values, sampler):
-    step = ldm_step(tiny_values, sampling={"sampler": sampler})
-    one_by_one = draw(step, range(5), 1)
-    assert one_by_one.shape == (5, 1, 16, 16, 16)
-    torch.testing.assert_close(draw(step, range(5), 3), one_by_one, rtol=0, atol=1e-5)
-    torch.testing.assert_close(draw(step, [4, 2], 2), one_by_one[[4, 2]], rtol=0, atol=1e-5)
+def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tiny_values):
+    step = ldm_step(tiny_values, sampling={"sampler": "ddpm"})  # which draws noise at every step
+    one_by_one = draw(step, range(3), 1)
+    assert one_by_one.shape == (3, 1, 16, 16, 16)
+    torch.testing.assert_close(draw(step, range(3), 2), one_by_one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(draw(step, [2, 1], 2), one_by_one[[2, 1]], rtol=0, atol=1e-5)
     assert (draw(step, range(1), 1, seed=6) - one_by_one[:1]).abs().mean() > 1e-3
     assert (one_by_one[0] - one_by_one[1]).abs().mean() > 1e-3
 
