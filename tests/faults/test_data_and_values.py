@@ -1,4 +1,4 @@
-"""Volumes that vanish, workers that die and numbers that are not finite, as a user meets them."""
+"""Volumes that cannot be read any more, workers that die and numbers that are not finite, as a user meets them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""Processes that train together also stop together, and a run goes on with another number of them."""
+"""Processes that train together stop together; a run goes on with another number of them; a kill loses nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,35 +16,30 @@ from safetensors.torch import load_file
 
 from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two
 from tests.faults.runs import checkpoints, free_port, losses, num_lines, wait_for
+from tests.nested_values import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
-TERM = {"autoencoder": "reconstruction", "ldm": "diffusion"}
 
 
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
 def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_losses(
-    start, start_two, undisturbed, tmp_path, stage
+    start, start_two, undisturbed, tmp_path
 ):
-    if stage == "ldm":
-        adopt_stage_one(undisturbed, tmp_path)
-    first, second = start_two(stage, signalled="SIGKILL")
+    first, second = start_two("autoencoder", signalled="SIGKILL")
     assert second.wait() == -signal.SIGKILL, second.output
     assert first.wait() == 2, first.output
     assert "another process of this run ended" in first.output
     assert "run the same command again to resume from the last checkpoint" in first.output
     assert "Traceback" not in first.output
 
-    alone = start(stage, f"{stage}.training.gradient_accumulation_steps=1")
+    alone = start("autoencoder", "autoencoder.training.gradient_accumulation_steps=1")
     assert alone.wait() == 0, alone.output
-    assert f"resuming {stage} after step" in alone.output
-    assert f"{stage}.training.gradient_accumulation_steps: 1 -> 2, so that an update on 1 ranks" in alone.output
-    expected = losses(undisturbed, stage, TERM[stage])
+    assert "resuming autoencoder after step" in alone.output
+    assert "autoencoder.training.gradient_accumulation_steps: 1 -> 2, so that an update on 1 ranks" in alone.output
+    found, expected = (losses(folder, "autoencoder", "reconstruction") for folder in (tmp_path, undisturbed))
     assert len(expected) == NUM_STEPS
-    torch.testing.assert_close(losses(tmp_path, stage, TERM[stage]), expected, rtol=1e-5, atol=0)
-    for name in [name for name in ("val_psnr", "val_diffusion") if losses(undisturbed, stage, name)]:
-        torch.testing.assert_close(
-            losses(tmp_path, stage, name)[-1], losses(undisturbed, stage, name)[-1], rtol=1e-4, atol=0
-        )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    found, expected = (losses(folder, "autoencoder", "val_psnr")[-1] for folder in (tmp_path, undisturbed))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +131,37 @@ def test_torchrun_restarts_after_a_killed_process_and_finishes_the_run(undisturb
         rtol=1e-5,
         atol=0,
     )
+
+
+MOMENTS = {"0": [], "save": [2], "5": [2, 4]}
+"""When a run is killed, one time after the other, and the checkpoints that it then has."""
+
+
+@pytest.mark.parametrize(("stage", "moments"), [("autoencoder", ("0", "save", "5")), ("ldm", ("save", "5"))])
+def test_run_killed_before_while_and_after_it_saves_ends_bit_identical(start, undisturbed, tmp_path, stage, moments):
+    if stage == "ldm":
+        adopt_stage_one(undisturbed, tmp_path)
+    worker = "data.num_workers=1"  # it must not hold the run's lock after its parent was killed
+    for moment in moments:
+        killed = start(stage, worker, signalled="SIGKILL", moment=moment)
+        assert killed.wait() == -signal.SIGKILL, killed.output
+        assert [int(path.name.split("_")[2]) for path in checkpoints(tmp_path, stage)] == MOMENTS[moment]
+        half_written = list((tmp_path / "runs" / "tiny" / "checkpoints").glob(f".{stage}_*.tmp"))
+        assert bool(half_written) == (moment == "save")
+    last = start(stage, worker)
+    assert last.wait() == 0, last.output
+    assert f"resuming {stage} after step 4" in last.output
+    for (name, mine), (same_name, expected) in zip(results(tmp_path, stage), results(undisturbed, stage), strict=True):
+        assert name == same_name
+        assert torch.equal(mine, expected) if isinstance(mine, torch.Tensor) else mine == expected, name
+    lines = map(json.loads, (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["stage"] == stage and f"{stage}_gradient_norm" in line]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
+def results(folder: Path, stage: str) -> list[tuple[str, Any]]:
+    """Return the exported weights and everything in the last checkpoint but the settings, by dotted names."""
+    state = torch.load(checkpoints(folder, stage)[-1], weights_only=True)
+    del state["settings"]
+    weights = load_file(folder / "runs" / "tiny" / f"{stage}.safetensors")
+    return list(leaves({"weights": weights, "state": state}))

@@ -62,7 +62,7 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
 
 
 def test_mistakes_are_reported_by_the_command_within_a_second_and_exit_code_2(tmp_path):
-    command = [sys.executable, ROOT / "train_autoencoder.py", "--config", write(tmp_path, FIVE_MISTAKES)]
+    command = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(write(tmp_path, FIVE_MISTAKES))]
     seconds = 2.0
     for _ in range(3):  # because the machine may be busy
         before = os.times()
@@ -138,6 +138,8 @@ TARGET = "source: target, encoding: resample"
         ("data: {intensity: {lower: 99, upper: 1}}", "99 is not below upper (1)"),
         ("data: {intensity: {lower: -1000, upper: 1000}}", "set mode: window"),
         ("data: {num_workers: 0, persistent_workers: true}", "set num_workers to 1 or more"),
+        ("data: {cache_rate: 1, prepared: none}", "1 with prepared: none; allowed: 0; set 0, or prepared: memory"),
+        ("data: {cache_rate: 7}", "cache_rate: found 7"),
         ("ldm: {scheduler: {type: rflow}, sampling: {sampler: ddim}}", "ddim cannot sample from scheduler type rflow"),
         ("ldm: {unet: {num_head_channels: 48}}", "48 does not divide the 128 channels"),
         ("autoencoder: {strides: [[2, 2, 1]]}", "1 entry for 3 levels; allowed: 2, or 2, one for each downsampling"),
@@ -225,6 +227,11 @@ def test_byte_order_mark_and_foreign_line_ends_are_read(tmp_path, content):
     assert (settings.seed, settings.name) == (3, "a")
 
 
+@pytest.mark.parametrize(("rate", "meaning"), [(0, "disk"), (0.5, "memory"), (1, "memory")])
+def test_a_cache_rate_above_zero_means_memory(rate, meaning):
+    assert validate({"data": {"cache_rate": rate}}).data.prepared == meaning
+
+
 def test_a_rule_is_silent_when_the_key_it_rests_on_is_wrong_itself(tmp_path):
     found = answer(tmp_path, "autoencoder: {num_channels: [16, x], attention_levels: [false, true]}")
     assert found.startswith("1 problem in ")
@@ -307,7 +314,14 @@ def test_each_value_says_where_it_comes_from(tmp_path):
 
 def test_print_config_prints_a_loadable_config_and_stops(tmp_path):
     config = ROOT / "configs" / "quickstart.yaml"
-    command = [sys.executable, ROOT / "train_ldm.py", "--config", config, "--print-config", "data.num_workers=2"]
+    command = [
+        sys.executable,
+        str(ROOT / "train_ldm.py"),
+        "--config",
+        str(config),
+        "--print-config",
+        "data.num_workers=2",
+    ]
     said = subprocess.run([*command, "--hours", "1"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     (tmp_path / "printed.yaml").write_text(said)
     changes = {"data.num_workers": 2, "ldm.training.max_hours": 1.0}
