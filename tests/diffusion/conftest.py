@@ -1,7 +1,7 @@
-"""Latents of the same eight volumes that the tests of data use."""
+"""Each test works in a folder of its own, with the eight volumes of the tests of data when it asks for them."""
 
 from __future__ import annotations
 
-from tests.data.conftest import folder
+from tests.data.conftest import _in_a_folder_of_its_own, folder
 
-__all__ = ["folder"]
+__all__ = ["_in_a_folder_of_its_own", "folder"]

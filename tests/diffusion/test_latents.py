@@ -32,11 +32,6 @@ CPU = Process(torch.device("cpu"))
 NUM_COPIES = 3  # instead of eight
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Counted(VolumeCodec):
     """Counts what is encoded, and stops like a killed process after `limit`."""
 
@@ -99,8 +94,9 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     disk, _ = prepare(values)
     memory, _ = prepare(values, latents__cache="memory")
     none, codec = prepare(values, latents__cache="none")
-    assert torch.equal(disk.normalisation.scale, memory.normalisation.scale)
-    assert torch.equal(disk.normalisation.scale, none.normalisation.scale)
+    for name, part in disk.normalisation.content().items():
+        assert torch.equal(memory.normalisation.content()[name], part)
+        assert torch.equal(none.normalisation.content()[name], part)
     assert disk.read is not None
     assert memory.read is not None
     assert none.read is None
@@ -269,25 +265,17 @@ def test_a_latent_has_the_name_of_the_content_of_its_volume(folder, tmp_path):
     assert latent_name(moved, 0, True) != name
 
 
-def truncate(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
 def change_a_value(path: Path, other: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
 
 
-def change_a_fact(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"100.0", b"101.0"))
-
-
 def swap(path: Path, other: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [truncate, change_a_value, change_a_fact, swap])
+@pytest.mark.parametrize("damage", [change_a_value, swap])
 def test_a_latent_that_is_not_the_one_written_is_never_read_and_is_made_again(cache, caplog, damage):
     damage(cache.arrays.path_of("a"), cache.arrays.path_of("b"))
     text = r"latents/a\.volume: the cached latent of v0\.nii\.gz cannot be used, it.*; run the same"
@@ -316,7 +304,6 @@ def read(index: int, copy: int) -> torch.Tensor:
 
 
 def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start():
-
     def indices(batch_size: int, accumulation: int, world_size: int, first: int = 0) -> list[list[float]]:
         plans = [BatchPlan(3, batch_size, accumulation, rank, world_size) for rank in range(world_size)]
         steps = [list(latents_of(read, 8).training_batches(plan, first, 6)) for plan in plans]
