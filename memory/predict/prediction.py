@@ -33,7 +33,7 @@ driver."""
 
 NOT_PREDICTED_ON_CPU = ("Python and its libraries", "the workers that load data, and volumes kept in memory")
 NOT_PREDICTED = (
-    "workspaces of fp32 convolutions",
+    "workspaces of channels-last convolutions",
     "the CUDA context (0.5 GiB is assumed)",
     "other programs on the GPU",
 )
