@@ -7,6 +7,7 @@ generation; those of cards for servers, which have rates of their own, are NVIDI
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -191,6 +192,7 @@ GPUS = (
     ),
 )
 DEFAULT = "A100 80GB SXM"
+TABLE = "memory/kernels/gpus.py"
 _DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
 """Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
@@ -198,7 +200,8 @@ _DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", 
 def _words(name: str) -> set[str]:
     # The driver names the memory of an H100 or H200 where it names the socket of other cards.
     plain = name.lower().replace("nvidia", "").replace("geforce", "").replace("hbm3e", "sxm").replace("hbm3", "sxm")
-    return set(re.findall(r"\d+gb|\d+|[a-z]+", plain))
+    plain = re.sub(r"(\d{4})s\b", r"\1 super", plain)
+    return set(re.findall(r"\d+gb|\d+|ti(?=super|laptop)|[a-z]+", re.sub(r"(\d)[ -]gb", r"\1gb", plain)))
 
 
 def matching_gpus(name: str) -> list[Gpu]:
@@ -220,9 +223,13 @@ def check_gpu(name: str) -> Gpu:
     found = matching_gpus(name)
     if len(found) == 1:
         return found[0]
-    allowed, remedy = (found, "name one of them") if found else (GPUS, "take the one most like yours")
-    what = f"found {name!r}" + (f", which {len(found)} cards are called" if found else "")
-    raise ConfigError([Problem("--gpu", what, f"allowed: {', '.join(gpu.name for gpu in allowed)}", remedy)])
+    if found:
+        what, names, remedy = f"which {len(found)} cards are called", [gpu.name for gpu in found], "name one of them"
+    else:
+        what, remedy = f"which is none of the {len(GPUS)} cards in {TABLE}", "take the one most like yours"
+        names = difflib.get_close_matches(name.upper(), [gpu.name for gpu in GPUS], n=5, cutoff=0)
+    allowed = f"{'allowed' if found else 'the nearest'}: {', '.join(names)}"
+    raise ConfigError([Problem("--gpu", f"found {name!r}, {what}", allowed, remedy)])
 
 
 def chosen_gpu(name: str | None) -> Gpu:

@@ -116,6 +116,10 @@ def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
         ("RTX 4070Ti", "RTX 4070 Ti"),
+        ("geforce rtx-4070-ti", "RTX 4070 Ti"),
+        ("RTX4070TiSUPER", "RTX 4070 Ti SUPER"),
+        ("4080S", "RTX 4080 SUPER"),
+        ("A100 80 GB PCIe", "A100 80GB PCIe"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
         ("NVIDIA RTX A5000 Laptop GPU", None),
@@ -134,7 +138,7 @@ def test_names_of_cards_are_understood_as_drivers_and_people_write_them(name, fo
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("RTX 9999", "found 'RTX 9999'; allowed: A10G, .*RTX 4090.*; take the one most like yours"),
+        ("RTX 4071", "found 'RTX 4071', which is none of the .* the nearest: RTX 407.*; take the one most like yours"),
         ("h100", "found 'h100', which 3 cards are called; allowed: H100 PCIe, H100 NVL, H100 SXM; name one of them"),
     ],
 )
