@@ -7,11 +7,13 @@ generation; those of cards for servers, which have rates of their own, are NVIDI
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from settings import ConfigError, Problem
 
@@ -43,7 +45,7 @@ class Gpu:
     tf32_tflops: float
     float_tflops: float
     source: str
-    capability: tuple[int, int] = (8, 0)
+    capability: tuple[int, int]
 
     @property
     def bus_gbs(self) -> float:
@@ -72,127 +74,34 @@ class Gpu:
         return max(self.half_tflops, FULL_RATES.get(self.capability, 0) * self.float_tflops)
 
 
-_SHEET = "TechPowerUp's database and NVIDIA's data sheet"
-_GAMES = "TechPowerUp's database"
-_LAPTOPS = "TechPowerUp's database; makers choose the power, so yours may be faster or slower"
+_SOURCES = {
+    "sheet": "TechPowerUp's database and NVIDIA's data sheet",
+    "games": "TechPowerUp's database",
+    "laptop": "TechPowerUp's database; makers choose the power, so yours may be faster or slower",
+}
+TABLE = "memory/kernels/gpus.csv"
 
 
-def _cards(source: str, *rows: tuple[str, int, float, float, tuple[int, int]]) -> Iterator[Gpu]:
-    """Yield cards by their fp32 figures; with sums in fp32, tensor cores of cards for games run at half of their rate.
+def _cards() -> Iterator[Gpu]:
+    """Yield the cards of the table: of those sold with two sizes of memory the smaller one, at the boost clock.
 
-    A row has name, GB, GB/s, fp32 TFLOPS at the boost clock of the reference card, and capability; of a card that is
-    sold with two sizes of memory, the smaller one.
+    Where it leaves out the figures of tensor cores, they follow from fp32: with sums in fp32, those of cards for games
+    and laptops run at half of their rate.
     """
-    for name, memory, bandwidth, tflops, capability in rows:
-        rate = FULL_RATES[capability] / (1 if source == _SHEET else 2)
-        tf32 = rate / 2 * tflops if capability >= (8, 0) else tflops
-        yield Gpu(name, memory, bandwidth, rate * tflops, tf32, tflops, source, capability)
+    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            major, minor = map(int, row["capability"].split("."))
+            tflops, half, tf32 = float(row["float_tflops"]), row["half_tflops"], row["tf32_tflops"]
+            if not half:
+                rate = FULL_RATES[major, minor] / (1 if row["source"] == "sheet" else 2)
+                half, tf32 = rate * tflops, rate / 2 * tflops if major >= 8 else tflops
+            source = _SOURCES.get(row["source"], row["source"])
+            figures = (int(row["memory_gb"]), float(row["bandwidth_gbs"]), float(half), float(tf32), tflops)
+            yield Gpu(row["name"], *figures, source, (major, minor))
 
 
-GPUS = (
-    Gpu("A10G", 24, 600, 70, 35, 31.5, _SHEET, (8, 6)),
-    Gpu("A30", 24, 933, 165, 82, 10.3, _SHEET),
-    Gpu("A100 40GB", 40, 1555, 312, 156, 19.5, _SHEET),
-    Gpu("A100 80GB PCIe", 80, 1935, 312, 156, 19.5, _SHEET),
-    Gpu("A100 80GB SXM", 80, 2039, 312, 156, 19.5, _SHEET),
-    Gpu("B200", 180, 8000, 2250, 1100, 75, _SHEET, (10, 0)),
-    Gpu("H20", 96, 4000, 148, 74, 44, "NVIDIA H20 data sheet", (9, 0)),
-    Gpu("H100 PCIe", 80, 2000, 756, 378, 51, _SHEET, (9, 0)),
-    Gpu("H100 NVL", 94, 3938, 835, 417, 60, _SHEET, (9, 0)),
-    Gpu("H100 SXM", 80, 3350, 989, 494, 67, _SHEET, (9, 0)),
-    Gpu("H200 NVL", 141, 4800, 835, 417, 60, _SHEET, (9, 0)),
-    Gpu("H200 SXM", 141, 4800, 989, 494, 67, _SHEET, (9, 0)),
-    Gpu("L40", 48, 864, 181, 90.5, 90.5, _SHEET, (8, 9)),
-    Gpu("Titan Xp", 12, 547.7, 12.1, 12.1, 12.1, f"{_GAMES}; fp32 is all it has", (6, 1)),
-    Gpu("V100 PCIe", 16, 900, 112, 14, 14, _SHEET, (7, 0)),
-    Gpu("V100 SXM", 16, 900, 125, 15.7, 15.7, _SHEET, (7, 0)),
-    *_cards(
-        _SHEET,
-        ("Quadro RTX 5000", 16, 448, 11.2, (7, 5)),
-        ("Quadro RTX 6000", 24, 672, 16.3, (7, 5)),
-        ("Quadro RTX 8000", 48, 672, 16.3, (7, 5)),
-        ("T4", 16, 320, 8.1, (7, 5)),
-        ("Titan RTX", 24, 672, 16.3, (7, 5)),
-        ("A10", 24, 600, 31.2, (8, 6)),
-        ("A40", 48, 696, 37.4, (8, 6)),
-        ("RTX A2000", 6, 288, 8, (8, 6)),
-        ("RTX A4000", 16, 448, 19.2, (8, 6)),
-        ("RTX A4500", 20, 640, 23.7, (8, 6)),
-        ("RTX A5000", 24, 768, 27.8, (8, 6)),
-        ("RTX A6000", 48, 768, 38.7, (8, 6)),
-        ("L4", 24, 300, 30.3, (8, 9)),
-        ("L40S", 48, 864, 91.6, (8, 9)),
-        ("RTX 2000 Ada", 16, 256, 12, (8, 9)),
-        ("RTX 4000 Ada", 20, 360, 26.7, (8, 9)),
-        ("RTX 4500 Ada", 24, 432, 39.6, (8, 9)),
-        ("RTX 5000 Ada", 32, 576, 65.3, (8, 9)),
-        ("RTX 6000 Ada", 48, 960, 91.1, (8, 9)),
-        ("RTX PRO 4000 Blackwell", 24, 672, 36.8, (12, 0)),
-        ("RTX PRO 4500 Blackwell", 32, 896, 50.5, (12, 0)),
-        ("RTX PRO 5000 Blackwell", 48, 1344, 66.9, (12, 0)),
-        ("RTX PRO 6000 Blackwell", 96, 1792, 126, (12, 0)),
-    ),
-    *_cards(
-        _GAMES,
-        ("RTX 2060", 6, 336, 6.5, (7, 5)),
-        ("RTX 2060 SUPER", 8, 448, 7.2, (7, 5)),
-        ("RTX 2070", 8, 448, 7.5, (7, 5)),
-        ("RTX 2070 SUPER", 8, 448, 9.1, (7, 5)),
-        ("RTX 2080", 8, 448, 10.1, (7, 5)),
-        ("RTX 2080 SUPER", 8, 496, 11.2, (7, 5)),
-        ("RTX 2080 Ti", 11, 616, 13.4, (7, 5)),
-        ("RTX 3050", 8, 224, 9.1, (8, 6)),
-        ("RTX 3060", 12, 360, 12.7, (8, 6)),
-        ("RTX 3060 Ti", 8, 448, 16.2, (8, 6)),
-        ("RTX 3070", 8, 448, 20.3, (8, 6)),
-        ("RTX 3070 Ti", 8, 608, 21.7, (8, 6)),
-        ("RTX 3080", 10, 760, 29.8, (8, 6)),
-        ("RTX 3080 Ti", 12, 912, 34.1, (8, 6)),
-        ("RTX 3090", 24, 936, 35.6, (8, 6)),
-        ("RTX 3090 Ti", 24, 1008, 40, (8, 6)),
-        ("RTX 4060", 8, 272, 15.1, (8, 9)),
-        ("RTX 4060 Ti", 8, 288, 22.1, (8, 9)),
-        ("RTX 4070", 12, 504, 29.1, (8, 9)),
-        ("RTX 4070 SUPER", 12, 504, 35.5, (8, 9)),
-        ("RTX 4070 Ti", 12, 504, 40.1, (8, 9)),
-        ("RTX 4070 Ti SUPER", 16, 672, 44.1, (8, 9)),
-        ("RTX 4080", 16, 716.8, 48.7, (8, 9)),
-        ("RTX 4080 SUPER", 16, 736, 52.2, (8, 9)),
-        ("RTX 4090 D", 24, 1008, 73.5, (8, 9)),
-        ("RTX 4090", 24, 1008, 82.6, (8, 9)),
-        ("RTX 5050", 8, 320, 13.2, (12, 0)),
-        ("RTX 5060", 8, 448, 19.2, (12, 0)),
-        ("RTX 5060 Ti", 8, 448, 23.7, (12, 0)),
-        ("RTX 5070", 12, 672, 30.9, (12, 0)),
-        ("RTX 5070 Ti", 16, 896, 43.9, (12, 0)),
-        ("RTX 5080", 16, 960, 56.3, (12, 0)),
-        ("RTX 5090 D", 32, 1792, 104.8, (12, 0)),
-        ("RTX 5090", 32, 1792, 104.8, (12, 0)),
-    ),
-    *_cards(
-        _LAPTOPS,
-        ("RTX 3050 Laptop", 4, 192, 5.5, (8, 6)),
-        ("RTX 3050 Ti Laptop", 4, 192, 5.3, (8, 6)),
-        ("RTX 3060 Laptop", 6, 336, 10.9, (8, 6)),
-        ("RTX 3070 Laptop", 8, 448, 16, (8, 6)),
-        ("RTX 3070 Ti Laptop", 8, 448, 16.6, (8, 6)),
-        ("RTX 3080 Laptop", 8, 448, 19, (8, 6)),
-        ("RTX 3080 Ti Laptop", 16, 512, 18.7, (8, 6)),
-        ("RTX 4050 Laptop", 6, 192, 9, (8, 9)),
-        ("RTX 4060 Laptop", 8, 256, 11.6, (8, 9)),
-        ("RTX 4070 Laptop", 8, 256, 15.6, (8, 9)),
-        ("RTX 4080 Laptop", 12, 432, 24.7, (8, 9)),
-        ("RTX 4090 Laptop", 16, 576, 33, (8, 9)),
-        ("RTX 5050 Laptop", 8, 384, 7.7, (12, 0)),
-        ("RTX 5060 Laptop", 8, 384, 9.7, (12, 0)),
-        ("RTX 5070 Laptop", 8, 384, 13.1, (12, 0)),
-        ("RTX 5070 Ti Laptop", 12, 672, 17, (12, 0)),
-        ("RTX 5080 Laptop", 16, 896, 23, (12, 0)),
-        ("RTX 5090 Laptop", 24, 896, 31.8, (12, 0)),
-    ),
-)
+GPUS = tuple(_cards())
 DEFAULT = "A100 80GB SXM"
-TABLE = "memory/kernels/gpus.py"
 _DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
 """Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
