@@ -21,8 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from memory.kernels.gpus import Gpu
-from memory.kernels.timing import WorkPart, predicted_seconds
+from memory.kernels.gpus import Gpu, WorkPart, predicted_seconds
 from settings import Settings, UserError
 
 Stage = Literal["autoencoder", "ldm"]

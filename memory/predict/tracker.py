@@ -28,9 +28,8 @@ from memory.kernels.convolutions import (
     cudnn_version,
     trial_key,
 )
-from memory.kernels.operators import Done, Work
-from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.kernels.timing import BUS_COPY, LAYOUT, NARROW_ATTENTION, NARROW_CHANNELS
+from memory.kernels.gpus import BUS_COPY, LAYOUT, NARROW_ATTENTION, NARROW_CHANNELS
+from memory.kernels.operators import Done, Work, attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime.observer import MemoryObserver, current_phase, observed_by

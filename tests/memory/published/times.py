@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import models  # noqa: F401  # first: it keeps MONAI's import short
-from memory.kernels.gpus import check_gpu
+from memory.kernels.gpus import WorkPart, check_gpu, predicted_seconds
 from memory.kernels.operators import work_parts
-from memory.kernels.timing import WorkPart, predicted_seconds
 from memory.predict.emulation import emulated, tracked
 from memory.predict.tracker import MemoryTracker
 from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
