@@ -54,8 +54,7 @@ def main(options: argparse.Namespace) -> int:
     # The workers import what they need while the volumes are read.
     with Predictor(NUM_WORKERS, gpu.without_triton) as predictor:
         from memory.planning.fingerprint import take_fingerprint
-        from memory.planning.planner import Planner
-        from memory.planning.text import as_yaml, describe_plan
+        from memory.planning.planner import Planner, as_yaml, describe_plan
 
         channels = given.get("autoencoder.in_channels")
         channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings

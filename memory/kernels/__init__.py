@@ -1,4 +1,4 @@
 """What one operator costs on a GPU or a CPU: FLOPs, bytes moved, workspaces, and the time all of them take.
 
-`gpus` and `timing` need no torch.
+`gpus` needs no torch.
 """

@@ -1,9 +1,9 @@
 """What a convolution allocates besides its results: copies, a workspace, or an unfolded input.
 
-cuDNN computes 16-bit convolutions in channels-last order. For contiguous tensors it copies the input and the output
-into that order, in a workspace of their size; figures that others read from GPUs agree with that to the percent. For
-channels-last tensors and for fp32 no workspace is known. Where torch does not use cuDNN, it unfolds the input: a copy
-of channels x kernel x output voxels, one sample at a time.
+cuDNN computes convolutions in 16 bits, and with TF32 those in fp32, in channels-last order. For contiguous tensors it
+copies the input and the output into that order, in a workspace of their size; figures that others read from GPUs agree
+with that to the percent. For channels-last tensors no workspace is known. Where torch does not use cuDNN, it unfolds
+the input: a copy of channels x kernel x output voxels, one sample at a time.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     last = is_channels_last(x) or is_channels_last(weight)
     is_large = max(x.numel() // x.shape[0], y.numel() // y.shape[0]) > LARGEST_SAMPLE
     is_low = x.dtype in _LOW_PRECISION
+    is_copied = not last and (is_low or x.dtype == torch.float32)
     channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
     unfolded = channels // groups * weight.shape[2:].numel() * voxels.numel() * x.element_size()
     # The conditions of ATen's Convolution.cpp; some versions compute volumes in 16 bits wrongly.
@@ -78,7 +79,7 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     if is_wrong or (is_large and cudnn < 90300):
         return ConvolutionMemory((unfolded,) * len(wanted), is_unfolded=True, unfolded=unfolded)
     return ConvolutionMemory(
-        tuple(source.nbytes + result.nbytes if is_low and not last else 0 for source, result in wanted),
+        tuple(source.nbytes + result.nbytes if is_copied else 0 for source, result in wanted),
         *_copies([source is x for source, _ in wanted], x, weight, grad, last, is_transposed),
         unfolded=unfolded if is_large else 0,
     )

@@ -1,4 +1,4 @@
-"""Published figures of GPUs, from which times are predicted. Never imports torch.
+"""Published figures of GPUs, and the time that the work of a step takes on them. Never imports torch.
 
 TFLOPS are those of tensor cores for dense matrices, with sums in fp32 as torch computes them. Memory, bandwidth and
 fp32 agree with TechPowerUp's database of February 2026. Figures of tensor cores follow from fp32 by the rate of their
@@ -7,10 +7,15 @@ generation; those of cards for servers, which have rates of their own, are NVIDI
 
 from __future__ import annotations
 
+import csv
+import difflib
 import re
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from settings import ConfigError, Problem
 
@@ -42,7 +47,7 @@ class Gpu:
     tf32_tflops: float
     float_tflops: float
     source: str
-    capability: tuple[int, int] = (8, 0)
+    capability: tuple[int, int]
 
     @property
     def bus_gbs(self) -> float:
@@ -71,125 +76,33 @@ class Gpu:
         return max(self.half_tflops, FULL_RATES.get(self.capability, 0) * self.float_tflops)
 
 
-_SHEET = "TechPowerUp's database and NVIDIA's data sheet"
-_GAMES = "TechPowerUp's database"
-_LAPTOPS = "TechPowerUp's database; makers choose the power, so yours may be faster or slower"
+_SOURCES = {
+    "sheet": "TechPowerUp's database and NVIDIA's data sheet",
+    "games": "TechPowerUp's database",
+    "laptop": "TechPowerUp's database; makers choose the power, so yours may be faster or slower",
+}
+TABLE = "memory/kernels/gpus.csv"
 
 
-def _cards(source: str, *rows: tuple[str, int, float, float, tuple[int, int]]) -> Iterator[Gpu]:
-    """Yield cards by their fp32 figures; with sums in fp32, tensor cores of cards for games run at half of their rate.
+def _cards() -> Iterator[Gpu]:
+    """Yield the cards of the table: of those sold with two sizes of memory the smaller one, at the boost clock.
 
-    A row has name, GB, GB/s, fp32 TFLOPS at the boost clock of the reference card, and capability; of a card that is
-    sold with two sizes of memory, the smaller one.
+    Where it leaves out the figures of tensor cores, they follow from fp32: with sums in fp32, those of cards for games
+    and laptops run at half of their rate.
     """
-    for name, memory, bandwidth, tflops, capability in rows:
-        rate = FULL_RATES[capability] / (1 if source == _SHEET else 2)
-        tf32 = rate / 2 * tflops if capability >= (8, 0) else tflops
-        yield Gpu(name, memory, bandwidth, rate * tflops, tf32, tflops, source, capability)
+    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            major, minor = map(int, row["capability"].split("."))
+            tflops, half, tf32 = float(row["float_tflops"]), row["half_tflops"], row["tf32_tflops"]
+            if not half:
+                rate = FULL_RATES[major, minor] / (1 if row["source"] == "sheet" else 2)
+                half, tf32 = rate * tflops, rate / 2 * tflops if major >= 8 else tflops
+            source = _SOURCES.get(row["source"], row["source"])
+            figures = (int(row["memory_gb"]), float(row["bandwidth_gbs"]), float(half), float(tf32), tflops)
+            yield Gpu(row["name"], *figures, source, (major, minor))
 
 
-GPUS = (
-    Gpu("A10G", 24, 600, 70, 35, 31.5, _SHEET, (8, 6)),
-    Gpu("A30", 24, 933, 165, 82, 10.3, _SHEET),
-    Gpu("A100 40GB", 40, 1555, 312, 156, 19.5, _SHEET),
-    Gpu("A100 80GB PCIe", 80, 1935, 312, 156, 19.5, _SHEET),
-    Gpu("A100 80GB SXM", 80, 2039, 312, 156, 19.5, _SHEET),
-    Gpu("B200", 180, 8000, 2250, 1100, 75, _SHEET, (10, 0)),
-    Gpu("H20", 96, 4000, 148, 74, 44, "NVIDIA H20 data sheet", (9, 0)),
-    Gpu("H100 PCIe", 80, 2000, 756, 378, 51, _SHEET, (9, 0)),
-    Gpu("H100 NVL", 94, 3938, 835, 417, 60, _SHEET, (9, 0)),
-    Gpu("H100 SXM", 80, 3350, 989, 494, 67, _SHEET, (9, 0)),
-    Gpu("H200 NVL", 141, 4800, 835, 417, 60, _SHEET, (9, 0)),
-    Gpu("H200 SXM", 141, 4800, 989, 494, 67, _SHEET, (9, 0)),
-    Gpu("L40", 48, 864, 181, 90.5, 90.5, _SHEET, (8, 9)),
-    Gpu("Titan Xp", 12, 547.7, 12.1, 12.1, 12.1, f"{_GAMES}; fp32 is all it has", (6, 1)),
-    Gpu("V100 PCIe", 16, 900, 112, 14, 14, _SHEET, (7, 0)),
-    Gpu("V100 SXM", 16, 900, 125, 15.7, 15.7, _SHEET, (7, 0)),
-    *_cards(
-        _SHEET,
-        ("Quadro RTX 5000", 16, 448, 11.2, (7, 5)),
-        ("Quadro RTX 6000", 24, 672, 16.3, (7, 5)),
-        ("Quadro RTX 8000", 48, 672, 16.3, (7, 5)),
-        ("T4", 16, 320, 8.1, (7, 5)),
-        ("Titan RTX", 24, 672, 16.3, (7, 5)),
-        ("A10", 24, 600, 31.2, (8, 6)),
-        ("A40", 48, 696, 37.4, (8, 6)),
-        ("RTX A2000", 6, 288, 8, (8, 6)),
-        ("RTX A4000", 16, 448, 19.2, (8, 6)),
-        ("RTX A4500", 20, 640, 23.7, (8, 6)),
-        ("RTX A5000", 24, 768, 27.8, (8, 6)),
-        ("RTX A6000", 48, 768, 38.7, (8, 6)),
-        ("L4", 24, 300, 30.3, (8, 9)),
-        ("L40S", 48, 864, 91.6, (8, 9)),
-        ("RTX 2000 Ada", 16, 256, 12, (8, 9)),
-        ("RTX 4000 Ada", 20, 360, 26.7, (8, 9)),
-        ("RTX 4500 Ada", 24, 432, 39.6, (8, 9)),
-        ("RTX 5000 Ada", 32, 576, 65.3, (8, 9)),
-        ("RTX 6000 Ada", 48, 960, 91.1, (8, 9)),
-        ("RTX PRO 4000 Blackwell", 24, 672, 36.8, (12, 0)),
-        ("RTX PRO 4500 Blackwell", 32, 896, 50.5, (12, 0)),
-        ("RTX PRO 5000 Blackwell", 48, 1344, 66.9, (12, 0)),
-        ("RTX PRO 6000 Blackwell", 96, 1792, 126, (12, 0)),
-    ),
-    *_cards(
-        _GAMES,
-        ("RTX 2060", 6, 336, 6.5, (7, 5)),
-        ("RTX 2060 SUPER", 8, 448, 7.2, (7, 5)),
-        ("RTX 2070", 8, 448, 7.5, (7, 5)),
-        ("RTX 2070 SUPER", 8, 448, 9.1, (7, 5)),
-        ("RTX 2080", 8, 448, 10.1, (7, 5)),
-        ("RTX 2080 SUPER", 8, 496, 11.2, (7, 5)),
-        ("RTX 2080 Ti", 11, 616, 13.4, (7, 5)),
-        ("RTX 3050", 8, 224, 9.1, (8, 6)),
-        ("RTX 3060", 12, 360, 12.7, (8, 6)),
-        ("RTX 3060 Ti", 8, 448, 16.2, (8, 6)),
-        ("RTX 3070", 8, 448, 20.3, (8, 6)),
-        ("RTX 3070 Ti", 8, 608, 21.7, (8, 6)),
-        ("RTX 3080", 10, 760, 29.8, (8, 6)),
-        ("RTX 3080 Ti", 12, 912, 34.1, (8, 6)),
-        ("RTX 3090", 24, 936, 35.6, (8, 6)),
-        ("RTX 3090 Ti", 24, 1008, 40, (8, 6)),
-        ("RTX 4060", 8, 272, 15.1, (8, 9)),
-        ("RTX 4060 Ti", 8, 288, 22.1, (8, 9)),
-        ("RTX 4070", 12, 504, 29.1, (8, 9)),
-        ("RTX 4070 SUPER", 12, 504, 35.5, (8, 9)),
-        ("RTX 4070 Ti", 12, 504, 40.1, (8, 9)),
-        ("RTX 4070 Ti SUPER", 16, 672, 44.1, (8, 9)),
-        ("RTX 4080", 16, 716.8, 48.7, (8, 9)),
-        ("RTX 4080 SUPER", 16, 736, 52.2, (8, 9)),
-        ("RTX 4090 D", 24, 1008, 73.5, (8, 9)),
-        ("RTX 4090", 24, 1008, 82.6, (8, 9)),
-        ("RTX 5050", 8, 320, 13.2, (12, 0)),
-        ("RTX 5060", 8, 448, 19.2, (12, 0)),
-        ("RTX 5060 Ti", 8, 448, 23.7, (12, 0)),
-        ("RTX 5070", 12, 672, 30.9, (12, 0)),
-        ("RTX 5070 Ti", 16, 896, 43.9, (12, 0)),
-        ("RTX 5080", 16, 960, 56.3, (12, 0)),
-        ("RTX 5090 D", 32, 1792, 104.8, (12, 0)),
-        ("RTX 5090", 32, 1792, 104.8, (12, 0)),
-    ),
-    *_cards(
-        _LAPTOPS,
-        ("RTX 3050 Laptop", 4, 192, 5.5, (8, 6)),
-        ("RTX 3050 Ti Laptop", 4, 192, 5.3, (8, 6)),
-        ("RTX 3060 Laptop", 6, 336, 10.9, (8, 6)),
-        ("RTX 3070 Laptop", 8, 448, 16, (8, 6)),
-        ("RTX 3070 Ti Laptop", 8, 448, 16.6, (8, 6)),
-        ("RTX 3080 Laptop", 8, 448, 19, (8, 6)),
-        ("RTX 3080 Ti Laptop", 16, 512, 18.7, (8, 6)),
-        ("RTX 4050 Laptop", 6, 192, 9, (8, 9)),
-        ("RTX 4060 Laptop", 8, 256, 11.6, (8, 9)),
-        ("RTX 4070 Laptop", 8, 256, 15.6, (8, 9)),
-        ("RTX 4080 Laptop", 12, 432, 24.7, (8, 9)),
-        ("RTX 4090 Laptop", 16, 576, 33, (8, 9)),
-        ("RTX 5050 Laptop", 8, 384, 7.7, (12, 0)),
-        ("RTX 5060 Laptop", 8, 384, 9.7, (12, 0)),
-        ("RTX 5070 Laptop", 8, 384, 13.1, (12, 0)),
-        ("RTX 5070 Ti Laptop", 12, 672, 17, (12, 0)),
-        ("RTX 5080 Laptop", 16, 896, 23, (12, 0)),
-        ("RTX 5090 Laptop", 24, 896, 31.8, (12, 0)),
-    ),
-)
+GPUS = tuple(_cards())
 DEFAULT = "A100 80GB SXM"
 _DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
 """Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
@@ -198,7 +111,8 @@ _DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", 
 def _words(name: str) -> set[str]:
     # The driver names the memory of an H100 or H200 where it names the socket of other cards.
     plain = name.lower().replace("nvidia", "").replace("geforce", "").replace("hbm3e", "sxm").replace("hbm3", "sxm")
-    return set(re.findall(r"\d+gb|\d+|[a-z]+", plain))
+    plain = re.sub(r"(\d{4})s\b", r"\1 super", plain)
+    return set(re.findall(r"\d+gb|\d+|ti(?=super|laptop)|[a-z]+", re.sub(r"(\d)[ -]gb", r"\1gb", plain)))
 
 
 def matching_gpus(name: str) -> list[Gpu]:
@@ -220,9 +134,13 @@ def check_gpu(name: str) -> Gpu:
     found = matching_gpus(name)
     if len(found) == 1:
         return found[0]
-    allowed, remedy = (found, "name one of them") if found else (GPUS, "take the one most like yours")
-    what = f"found {name!r}" + (f", which {len(found)} cards are called" if found else "")
-    raise ConfigError([Problem("--gpu", what, f"allowed: {', '.join(gpu.name for gpu in allowed)}", remedy)])
+    if found:
+        what, names, remedy = f"which {len(found)} cards are called", [gpu.name for gpu in found], "name one of them"
+    else:
+        what, remedy = f"which is none of the {len(GPUS)} cards in {TABLE}", "take the one most like yours"
+        names = difflib.get_close_matches(name.upper(), [gpu.name for gpu in GPUS], n=5, cutoff=0)
+    allowed = f"{'allowed' if found else 'the nearest'}: {', '.join(names)}"
+    raise ConfigError([Problem("--gpu", f"found {name!r}, {what}", allowed, remedy)])
 
 
 def chosen_gpu(name: str | None) -> Gpu:
@@ -246,3 +164,134 @@ def _present_name() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return next(iter(done.stdout.splitlines()), "")
+
+
+# A kernel computes, moves bytes, and starts and ends; the three times add up. Each kind of kernel reaches a share of
+# the card's published peak and bandwidth. A step takes no less than the host needs to start its kernels. The shares
+# were fitted to published times and checked against others: docs/prediction.md has both. Waiting for data and the
+# network between GPUs are not in it. A step measured on the user's device corrects it.
+
+LAYOUT, BACKWARD_CONVOLUTION, NARROW_ATTENTION = "layout", "convolution backward", "narrow attention"
+"""Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, both
+gradients of a convolution, and attention whose heads have at most so many channels:"""
+NARROW_CHANNELS = 32
+BUS_COPY = "copies over PCIe"
+"""Kind of the copies of host memory's tensors, which run beside the computation, one after the other."""
+
+HALF_CONVOLUTION = 0.46
+TF32_CONVOLUTION = 0.32
+FLOAT_CONVOLUTION, FLOAT_CONVOLUTION_BACKWARD = 0.77, 0.40
+"""Shares of the peak that convolutions of volumes reach: in 16 bits, with TF32, and in fp32 where there is no TF32. Of
+tensor cores it is that of the cores themselves: cards that sum at half the rate reach nearly all of what is left."""
+LAYOUT_MOVED = 0.24
+"""Share of the bandwidth that copies into cuDNN's layout and back reach."""
+MOVED = 0.7
+"""That of all other kernels. Not fitted: the fitted rows hardly tell it from the shares of convolutions. Kernels that
+stream reach 80 to 90 %; some read twice what is counted once."""
+PRODUCT = 0.75
+"""Share of the peak that attention and matrix products reach in 16 bits; in fp32 that of convolutions is taken."""
+NARROW_PRODUCT = 0.36
+"""That of attention whose heads have so few channels that its exponentials take as long as its products."""
+BUS_MOVED = 0.85
+"""Share of PCIe's bandwidth that copies of pinned memory reach. Not fitted: `docs/prediction.md` has what was measured.
+"""
+KERNEL_SECONDS = 10e-6
+"""What a kernel takes on the device besides its work: its start and its last threads. Not fitted."""
+HOST_SECONDS = 14e-6
+"""What the host takes to start a kernel from Python: measured with steps of this project whose kernels do nothing."""
+
+SPREAD = (0.8, 1.5)
+"""What published steps that were not fitted took, as shares of their prediction: the range that is printed."""
+MEASURED_SPREAD = (0.9, 1.1)
+"""The same where a step that was measured on the device corrects the prediction."""
+
+
+@dataclass(frozen=True)
+class WorkPart:
+    """What kernels of one kind do at one level in one update; `is_half`: in 16 bits."""
+
+    kind: str
+    level: int | None
+    is_half: bool
+    nbytes: int
+    flops: int
+    kernels: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def seconds_of(part: WorkPart, gpu: Gpu) -> float:
+    """Return the time of one part on the device or the bus: computing, moving bytes, and starting kernels."""
+    if part.kind == BUS_COPY:  # what is read at one end is written at the other
+        return part.nbytes / 2 / (BUS_MOVED * gpu.bus_gbs * 1e9) + part.kernels * KERNEL_SECONDS
+    if part.kind == LAYOUT and not gpu.has_tensor_cores:
+        return 0.0  # only kernels for tensor cores need the other layout
+    moved = part.nbytes / ((LAYOUT_MOVED if part.kind == LAYOUT else MOVED) * gpu.bandwidth_gbs * 1e9)
+    return part.flops / (1e12 * _tflops(part, gpu)) + moved + part.kernels * KERNEL_SECONDS
+
+
+def _tflops(part: WorkPart, gpu: Gpu) -> float:
+    """Return the rate at which the kernels of a part compute."""
+    if part.is_half and gpu.has_tensor_cores:
+        is_convolution = part.kind in ("convolution", BACKWARD_CONVOLUTION)
+        share = HALF_CONVOLUTION if is_convolution else NARROW_PRODUCT if part.kind == NARROW_ATTENTION else PRODUCT
+        return min(share * gpu.tensor_tflops, gpu.half_tflops)
+    if gpu.has_tf32:
+        return min(TF32_CONVOLUTION * gpu.tensor_tflops / 2, gpu.tf32_tflops)
+    is_backward = part.kind == BACKWARD_CONVOLUTION
+    return gpu.float_tflops * (FLOAT_CONVOLUTION_BACKWARD if is_backward else FLOAT_CONVOLUTION)
+
+
+def predicted_seconds(work: Iterable[WorkPart], gpu: Gpu) -> float:
+    """Return the time of an update: that of the device, of the bus, or of the host, whichever takes longest."""
+    parts = list(work)
+    return max(*_device_and_bus(parts, gpu), HOST_SECONDS * sum(part.kernels for part in parts))
+
+
+def _device_and_bus(parts: list[WorkPart], gpu: Gpu) -> tuple[float, float]:
+    device, bus = (sum(seconds_of(p, gpu) for p in parts if (p.kind == BUS_COPY) == is_bus) for is_bus in (False, True))
+    return device, bus
+
+
+def time_range(expected: float, is_measured: bool = False) -> tuple[float, float]:
+    """Return from where to where a time lies, by its prediction; `is_measured`: a measured step has corrected it."""
+    low, high = MEASURED_SPREAD if is_measured else SPREAD
+    return low * expected, high * expected
+
+
+def hours_range_text(expected: float, is_measured: bool = False) -> str:
+    """Return predicted hours as a range in a unit that people use: "14 to 22 h"."""
+    low, high = time_range(expected, is_measured)
+    if high >= 48:
+        return f"{low / 24:.1f} to {high / 24:.1f} days"
+    if high >= 1:
+        return f"{low:.1f} to {high:.1f} h"
+    return f"{60 * low:.0f} to {60 * high:.0f} min" if high >= 1 / 30 else "under 2 min"
+
+
+def seconds_range_text(expected: float, is_measured: bool = False) -> str:
+    """Return predicted seconds as a range."""
+    low, high = time_range(expected, is_measured)
+    factor, unit = (1, "s") if high >= 1 else (1000, "ms")
+    ends = (factor * low, factor * high)
+    return " to ".join(f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in ends) + f" {unit}"
+
+
+def dominant_part(work: Iterable[WorkPart], gpu: Gpu) -> tuple[str, int | None, float]:
+    """Return kind and level of what takes most of the time, a convolution with its gradients, and the share it takes.
+
+    Of copies over the bus, beside which the device computes, it is the share that is waited for.
+    """
+    parts = list(work)
+    device, bus = _device_and_bus(parts, gpu)
+    if bus >= device:
+        return BUS_COPY, None, 1 - device / bus if bus else 0.0
+    seconds: Counter[tuple[str, int | None]] = Counter()
+    for part in parts:
+        kind = {BACKWARD_CONVOLUTION: "convolution", NARROW_ATTENTION: "attention"}.get(part.kind, part.kind)
+        if kind != BUS_COPY:
+            seconds[kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
+    (kind, level), most = seconds.most_common(1)[0]
+    return kind, level, most / device

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memory.kernels.gpus import Gpu, chosen_gpu
-from memory.kernels.timing import hours_range_text
+from memory.kernels.gpus import Gpu, chosen_gpu, hours_range_text
 from memory.ladder.rungs import Order, Rung, build_rungs
 from memory.predict.prediction import GIB, Prediction, Predictor, Stage
 from memory.predict.text import CPU_TIME, dominant_text, gib, table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -176,3 +177,36 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[Note
 
 def _is_flat(facts: VolumeFacts) -> bool:
     return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
+
+
+def found_lines(found: Fingerprint) -> list[str]:
+    """Return what the volumes are like, a line for each fact."""
+    spacing = f"{found.num_without_spacing} of {found.number} files store none"
+    if found.has_spacing:
+        spacing = f"{_axes(found.spacings)} mm"
+    low, median, high = map(_spread, (found.low, found.median, found.high))
+    background = "" if math.isnan(found.background) else f"; background: {found.background:.0%} of a volume"
+    kinds = ", ".join(f"{kind} ({count} of {found.number})" for kind, count in found.kinds.items())
+    lines = [
+        f"volumes:   {found.number} in {printable(found.source)}",
+        f"size:      {_axes(found.sizes)} voxels",
+        f"spacing:   {spacing}",
+        f"intensity: 1st percentile {low}, median {median}, 99th {high}{background}",
+        f"kind:      {kinds}, by the values; {counted(found.num_channels, 'channel')}",
+    ]
+    if found.classes:
+        shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
+        lines.append(f"classes:   {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
+    if found.num_left_out:
+        lines.append(f"left out:  {counted(found.num_left_out, 'file')}; check_data.py says which and why")
+    return lines
+
+
+def _axes(rows: Sequence[Sequence[float]]) -> str:
+    axes = zip("xyz", zip(*rows, strict=True), strict=True)
+    return ", ".join(f"{axis} {_spread(Spread.of(values))}" for axis, values in axes)
+
+
+def _spread(spread: Spread) -> str:
+    low, median, high = (f"{value:.3g}" for value in spread)
+    return median if low == high else f"{median} ({low} to {high})"

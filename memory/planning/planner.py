@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from data.volumes import split
-from memory.kernels.gpus import Gpu
-from memory.kernels.timing import time_range
+from memory.kernels.gpus import Gpu, hours_range_text, time_range
 from memory.planning.choices import (
     CHANNELS,
     LEAST_STEPS,
@@ -26,12 +29,14 @@ from memory.planning.choices import (
     notes,
     val_fraction,
 )
-from memory.planning.fingerprint import Fingerprint
+from memory.planning.fingerprint import Fingerprint, found_lines
 from memory.planning.layout import FieldOfView, Grid, Layout, covered_field_of_view, fixed_layout, layouts
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Prediction, Predictor, Stage
 from runtime.cli import OUT_OF_MEMORY
-from settings import ConfigError, DataSettings, Problem, Settings, UserError, validate
+from runtime.files import printable
+from settings import ConfigError, DataSettings, Problem, Settings, UserError, dump_short, validate
 from settings.section import assign
+from settings.section import value_text
 
 LEAST_WIDTH = 16
 """Narrower networks are chosen only for sets that support no more, or to keep to the hours."""
@@ -46,6 +51,9 @@ STOP_ABOVE = 0.95
 """An item that needs this part of the limit is taken, even if a little more might fit."""
 HALVINGS = 12
 """How often the range of the steps is halved when they are cut to keep to the hours."""
+SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"
+WEAK = "(?)"
+WIDTH = 118
 Item = TypeVar("Item")
 
 
@@ -395,3 +403,56 @@ def last_that_fits(
         fitting = [place for place in range(low + 1, high) if estimates[place] <= limit]
         position = fitting[-1] if fitting else low + 1
     return low
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return what the plan needs, what was found in the data, and why each value was chosen."""
+    return "\n".join(line for text in _paragraphs(plan) for line in _wrapped(text, WIDTH))
+
+
+def as_yaml(plan: Plan, command: str, out: Path) -> str:
+    """Return the config with the keys of a preset, below the text of `describe_plan` and the commands to run."""
+    schema = printable(os.path.relpath(SCHEMA, out.absolute().parent))
+    head = [
+        f"Planned for {plan.budget_bytes / GIB:g} GiB by: {command}",
+        f"Start: python train_autoencoder.py --config {shlex.quote(printable(out))}",
+        f"Then:  python train_ldm.py --config {shlex.quote(printable(out))}",
+        *_paragraphs(plan),
+    ]
+    lines = [f"# {line}".rstrip() for text in head for line in _wrapped(text, WIDTH - 2)]
+    weak = {choice.key for choice in plan.choices if choice.is_weak}
+
+    def comment(dotted: str, field: Any) -> str:
+        return f"{WEAK} {field.description}" if dotted in weak else str(field.description)
+
+    return "\n".join([f"# yaml-language-server: $schema={schema}", *lines, "", dump_short(plan.settings, comment)])
+
+
+def _paragraphs(plan: Plan) -> list[str]:
+    needs, times = [], []
+    for number, (stage, p) in enumerate(plan.predictions.items(), start=1):
+        margin = f"with its margin {p.required_with_margin / GIB:.1f} GiB"
+        share = p.required_bytes / plan.budget_bytes
+        needs.append(f"stage {number} {p.required_bytes / GIB:.1f} GiB ({share:.0%} of the budget), {margin}")
+        limit = plan.settings.training_of(stage).max_hours
+        predicted = hours_range_text(p.hours(plan.gpu), p.is_time_measured)
+        times.append(predicted if limit is None else f"{limit:g} h")
+    texts = [
+        f"Memory, with the CUDA context: {'; '.join(needs)}.",
+        f"Time on {plan.gpu.name}: {' + '.join(times)}, from operations, bytes moved and kernels.",
+        *plan.notes,
+        "",
+        "What was found",
+        *(f"  {line}" for line in found_lines(plan.fingerprint)),
+        "",
+        f"Why each value was chosen; {WEAK} marks what was inferred from little, so look at it again",
+    ]
+    for choice in plan.choices:
+        mark = f" {WEAK}" if choice.is_weak else ""
+        texts.append(f"  {choice.key}: {value_text(choice.value)}{mark}: {choice.reason}")
+    return texts
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = "    " if text.startswith("  ") else "  "
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False) or [""]

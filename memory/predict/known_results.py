@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._mode_utils import no_dispatch
 
 from memory.kernels.convolutions import convolution_layout
-from memory.kernels.reductions import held_elements
+from memory.kernels.operators import held_elements
 
 How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")

@@ -21,8 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from memory.kernels.gpus import Gpu
-from memory.kernels.timing import WorkPart, predicted_seconds
+from memory.kernels.gpus import Gpu, WorkPart, predicted_seconds
 from settings import Settings, UserError
 
 Stage = Literal["autoencoder", "ldm"]
@@ -33,7 +32,7 @@ driver."""
 
 NOT_PREDICTED_ON_CPU = ("Python and its libraries", "the workers that load data, and volumes kept in memory")
 NOT_PREDICTED = (
-    "workspaces of fp32 convolutions",
+    "workspaces of channels-last convolutions",
     "the CUDA context (0.5 GiB is assumed)",
     "other programs on the GPU",
 )

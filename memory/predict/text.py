@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memory.kernels.gpus import Gpu
-from memory.kernels.timing import dominant_part, hours_range_text, seconds_range_text, time_range
+from memory.kernels.gpus import Gpu, dominant_part, hours_range_text, seconds_range_text, time_range
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     GIB,

@@ -28,9 +28,8 @@ from memory.kernels.convolutions import (
     cudnn_version,
     trial_key,
 )
-from memory.kernels.operators import Done, Work
-from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.kernels.timing import BUS_COPY, LAYOUT, NARROW_ATTENTION, NARROW_CHANNELS
+from memory.kernels.gpus import BUS_COPY, LAYOUT, NARROW_ATTENTION, NARROW_CHANNELS
+from memory.kernels.operators import Done, Work, attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime.observer import MemoryObserver, current_phase, observed_by
@@ -372,8 +371,10 @@ class MemoryTracker(TorchDispatchMode):
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                is_volume = results[number].dim() == 5  # cuDNN copies images as fast as torch does
-                self._pass_through(workspace, category=CONVOLUTION_WORKSPACES, kind=LAYOUT if is_volume else "copy")
+                kind: str | None = LAYOUT if result.dim() == 5 else "copy"  # cuDNN copies images as fast as torch does
+                if result.dtype == torch.float32 and not memory.is_unfolded:
+                    kind = None  # the share of TF32's peak, as fitted, has the time of these copies in it
+                self._pass_through(workspace, category=CONVOLUTION_WORKSPACES, kind=kind)
                 self._let_go(held)
         self._let_go(copies)
         if any(result is not None for result in results[2:]):
@@ -395,7 +396,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str = "copy") -> None:
+    def _pass_through(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str | None = "copy") -> None:
         """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
         held: list[int] = []
         for size in sizes:
@@ -404,11 +405,12 @@ class MemoryTracker(TorchDispatchMode):
             held += self._hold(max(0, size), category=category, kind=kind)
         self._let_go([index for index in held if not self.allocations[index].released])
 
-    def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str = "copy") -> list[int]:
-        """Count memory that a kernel allocates for itself, which costs a write and a read."""
+    def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str | None = "copy") -> list[int]:
+        """Count memory that a kernel allocates for itself; unless `kind` is None, it costs a write and a read."""
         wanted = [size for size in sizes if size]
-        for size in wanted:
-            self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
+        if kind is not None:
+            for size in wanted:
+                self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
         return [self._record(size, (size,), WORKSPACE, category) for size in wanted]
 
     def _keep_from_the_start(self, nbytes: int, library: str) -> None:

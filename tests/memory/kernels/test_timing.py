@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from memory.kernels import timing
-from memory.kernels.gpus import DEFAULT, GPUS, check_gpu, chosen_gpu, find_gpu, known_or_stand_in
-from memory.kernels.timing import (
+from memory.kernels import gpus
+from memory.kernels.gpus import (
+    DEFAULT,
+    GPUS,
     WorkPart,
+    check_gpu,
+    chosen_gpu,
     dominant_part,
+    find_gpu,
     hours_range_text,
+    known_or_stand_in,
     predicted_seconds,
     seconds_of,
     seconds_range_text,
@@ -29,12 +34,12 @@ def part(kind="copy", level=None, is_half=True, nbytes=0, flops=0):
 
 
 def test_a_part_takes_the_time_of_its_bytes_its_operations_and_its_kernels():
-    moved = part(nbytes=round(timing.MOVED * A100.bandwidth_gbs * 1e9))
+    moved = part(nbytes=round(gpus.MOVED * A100.bandwidth_gbs * 1e9))
     assert predicted_seconds([moved], A100) == pytest.approx(1.0, rel=1e-3)
-    computed = part("attention", flops=round(timing.PRODUCT * A100.half_tflops * 1e12))
+    computed = part("attention", flops=round(gpus.PRODUCT * A100.half_tflops * 1e12))
     assert predicted_seconds([computed], A100) == pytest.approx(1.0, rel=1e-3)
     both = WorkPart("attention", None, True, moved.nbytes, computed.flops, 1000)
-    assert seconds_of(both, A100) == pytest.approx(2 + 1000 * timing.KERNEL_SECONDS)
+    assert seconds_of(both, A100) == pytest.approx(2 + 1000 * gpus.KERNEL_SECONDS)
     assert predicted_seconds([moved, both], A100) == pytest.approx(3.01, rel=1e-3)
 
 
@@ -44,35 +49,35 @@ def tflops(gpu, is_half, kind="convolution"):
 
 def test_convolutions_use_what_the_card_has():
     """16 bits on tensor cores, TF32 if there is any, else fp32, where gradients are slower."""
-    gradient = timing.BACKWARD_CONVOLUTION
-    assert tflops("A100 80GB SXM", True) == pytest.approx(timing.HALF_CONVOLUTION * 312)
+    gradient = gpus.BACKWARD_CONVOLUTION
+    assert tflops("A100 80GB SXM", True) == pytest.approx(gpus.HALF_CONVOLUTION * 312)
     assert tflops("A100 80GB SXM", False) == tflops("A100 80GB SXM", False, gradient) < tflops("A100 80GB SXM", True)
-    assert tflops("V100 SXM", False) == pytest.approx(timing.FLOAT_CONVOLUTION * 15.7)
-    assert tflops("V100 SXM", False, gradient) == pytest.approx(timing.FLOAT_CONVOLUTION_BACKWARD * 15.7)
+    assert tflops("V100 SXM", False) == pytest.approx(gpus.FLOAT_CONVOLUTION * 15.7)
+    assert tflops("V100 SXM", False, gradient) == pytest.approx(gpus.FLOAT_CONVOLUTION_BACKWARD * 15.7)
     assert tflops("Titan Xp", True) == tflops("Titan Xp", False)
     halved, full = check_gpu("RTX 2080 Ti"), check_gpu("Titan RTX")
     assert 2 * halved.half_tflops == pytest.approx(halved.tensor_tflops)
     assert full.half_tflops == full.tensor_tflops
-    assert tflops("RTX 2080 Ti", True) == pytest.approx(timing.HALF_CONVOLUTION * halved.tensor_tflops)
+    assert tflops("RTX 2080 Ti", True) == pytest.approx(gpus.HALF_CONVOLUTION * halved.tensor_tflops)
 
 
 def test_attention_is_slower_where_heads_have_few_channels_and_uses_the_cards_tensor_cores():
-    assert tflops("A100 40GB", True, timing.NARROW_ATTENTION) == pytest.approx(timing.NARROW_PRODUCT * 312)
-    assert tflops("A100 40GB", False, "attention") == pytest.approx(timing.TF32_CONVOLUTION * 156)
+    assert tflops("A100 40GB", True, gpus.NARROW_ATTENTION) == pytest.approx(gpus.NARROW_PRODUCT * 312)
+    assert tflops("A100 40GB", False, "attention") == pytest.approx(gpus.TF32_CONVOLUTION * 156)
     assert tflops("RTX 4090", True, "attention") == pytest.approx(RTX.half_tflops)  # which sums at half the rate
 
 
 def test_copies_into_another_layout_are_slow_and_need_tensor_cores():
-    copies = part(timing.LAYOUT, nbytes=10**9)
+    copies = part(gpus.LAYOUT, nbytes=10**9)
     assert seconds_of(copies, RTX) > 2 * seconds_of(part(nbytes=10**9), RTX)
     assert seconds_of(copies, check_gpu("Titan Xp")) == 0
 
 
 def test_copies_over_pcie_take_the_bandwidth_of_the_bus_beside_the_computation():
-    second = round(2 * timing.BUS_MOVED * RTX.bus_gbs * 1e9)  # read at one end and written at the other
-    computed = part(nbytes=round(timing.MOVED * RTX.bandwidth_gbs * 1e9))
-    for copied, seconds, kind, share in ((0.5, 1.0, "copy", 1.0), (4.0, 4.0, timing.BUS_COPY, 0.75)):
-        work = [computed, part(timing.BUS_COPY, nbytes=round(copied * second))]
+    second = round(2 * gpus.BUS_MOVED * RTX.bus_gbs * 1e9)  # read at one end and written at the other
+    computed = part(nbytes=round(gpus.MOVED * RTX.bandwidth_gbs * 1e9))
+    for copied, seconds, kind, share in ((0.5, 1.0, "copy", 1.0), (4.0, 4.0, gpus.BUS_COPY, 0.75)):
+        work = [computed, part(gpus.BUS_COPY, nbytes=round(copied * second))]
         assert predicted_seconds(work, RTX) == pytest.approx(seconds)
         assert dominant_part(work, RTX) == (kind, None, pytest.approx(share))
     buses = {name: check_gpu(name).bus_gbs for name in ("V100 SXM", "RTX 4090", "RTX 4060 Ti", "RTX 5090")}
@@ -90,7 +95,7 @@ def test_small_steps_of_stage_2_take_what_the_host_needs_to_start_their_kernels(
 
 def test_a_step_of_many_small_kernels_takes_as_long_as_their_start():
     started = WorkPart("other", None, False, 0, 0, 1000)
-    assert predicted_seconds([started], RTX) == pytest.approx(1000 * timing.HOST_SECONDS)
+    assert predicted_seconds([started], RTX) == pytest.approx(1000 * gpus.HOST_SECONDS)
 
 
 def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
@@ -116,6 +121,10 @@ def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
         ("RTX 4070Ti", "RTX 4070 Ti"),
+        ("geforce rtx-4070-ti", "RTX 4070 Ti"),
+        ("RTX4070TiSUPER", "RTX 4070 Ti SUPER"),
+        ("4080S", "RTX 4080 SUPER"),
+        ("A100 80 GB PCIe", "A100 80GB PCIe"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
         ("NVIDIA RTX A5000 Laptop GPU", None),
@@ -134,7 +143,7 @@ def test_names_of_cards_are_understood_as_drivers_and_people_write_them(name, fo
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("RTX 9999", "found 'RTX 9999'; allowed: A10G, .*RTX 4090.*; take the one most like yours"),
+        ("RTX 4071", "found 'RTX 4071', which is none of the .* the nearest: RTX 407.*; take the one most like yours"),
         ("h100", "found 'h100', which 3 cards are called; allowed: H100 PCIe, H100 NVL, H100 SXM; name one of them"),
     ],
 )
@@ -169,7 +178,7 @@ def test_the_figures_of_all_cards_are_plausible():
 
 def test_hours_of_a_run_contain_validation_previews_and_encoding():
     """A second each: ten updates, two validations of three volumes with previews, and five volumes to encode."""
-    second = [part(nbytes=round(timing.MOVED * RTX.bandwidth_gbs * 1e9)).to_json()]
+    second = [part(nbytes=round(gpus.MOVED * RTX.bandwidth_gbs * 1e9)).to_json()]
     values = {"work": second, "max_steps": 10, "num_validations": 2, "num_volumes": [2, 3]}
     beside = {VALIDATED_VOLUME: second, PREVIEWS: second, ENCODED_VOLUME: second}
     prediction = BLANK.from_json({**BLANK.to_json(), **values, "beside": beside})

@@ -5,7 +5,7 @@ import torch
 
 from memory.kernels import convolutions
 from memory.kernels.convolutions import cpu_convolution_passes
-from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.kernels.operators import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
 from models.lean.norm import operators  # noqa: F401  # registers torch.ops.lean
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from memory.kernels.timing import WorkPart
+from memory.kernels.gpus import WorkPart
 from memory.ladder.rungs import build_rungs
 from memory.ladder.walk import PredictedRung, config_with_reasons, describe_ladder, next_same_mathematics_rung, walk
 from memory.predict.prediction import GIB, Prediction

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from memory.kernels.gpus import check_gpu
-from memory.kernels.timing import time_range
+from memory.kernels.gpus import check_gpu, time_range
 from memory.planning.fingerprint import CT
-from memory.planning.planner import NothingFitsError
-from memory.planning.text import as_yaml, describe_plan
+from memory.planning.planner import NothingFitsError, as_yaml, describe_plan
 from scripts.plan import PLANNED
 from settings import ConfigError, load_settings, look_up, validate
 from settings.load import read_document

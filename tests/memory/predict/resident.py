@@ -84,7 +84,7 @@ def main() -> None:
 def _growth(settings: Settings) -> int:
     import psutil
 
-    from memory.watch.readings import reset_resident_peak, resident_peak_bytes
+    from memory.watch.memory_watch import reset_resident_peak, resident_peak_bytes
 
     gc.collect()
     before = psutil.Process().memory_info().rss

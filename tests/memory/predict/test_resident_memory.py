@@ -6,7 +6,7 @@ import pytest
 
 from memory.predict.prediction import Prediction
 from memory.watch import calibration
-from memory.watch.readings import reset_resident_peak
+from memory.watch.memory_watch import reset_resident_peak
 from tests.memory.predict import resident
 
 # High enough for torch to use oneDNN for every slab, and large enough for a few MiB of the heap not to matter.

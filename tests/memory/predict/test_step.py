@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memory.kernels.timing import BUS_COPY
+from memory.kernels.gpus import BUS_COPY
 from memory.predict.prediction import Prediction, PredictionError, Predictor, tier_of
 from memory.predict.step import level_of, predict_step, tracked_step
 from settings import Settings, load_settings

@@ -16,7 +16,7 @@ from memory.predict.emulation import emulated, tracked
 from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
-from tests.memory.published.unets import maisi_networks
+from tests.memory.published.unets import maisi_autoencoder, maisi_networks, notebook_loss, notebook_unet
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
@@ -78,6 +78,16 @@ MAISI = {
     (512, 512, 768): 58,
 }
 
+# Windows of the latent that is decoded, pieces of a convolution, and GiB: two ways to decode one grid.
+MAISI_DECODE = {
+    ("256x256x256", "64x64x64", "48x48x64"): ((4, 22.7), (4, 15.4)),
+    ("512x512x128", "80x80x32", "64x64x32"): ((2, 21.0), (2, 15.7)),
+    ("512x512x512", "80x80x48", "64x64x48"): ((4, 28.4), (2, 22.8)),
+    ("512x512x512", "80x80x80", "64x64x48"): ((2, 45.3), (2, 22.8)),
+}
+NOTEBOOK = {"fp32": 2892, "fp16": 1829}
+"""MiB."""
+
 
 def predict_qwen(height: int, width: int, is_decode: bool) -> tuple[float, float]:
     """Return what one image allocates, with the weights, and what it reserves beyond them."""
@@ -122,7 +132,32 @@ def predict_maisi(grid: tuple[int, ...]) -> float:
     return (tracker.peak["device"] + 12 * num_parameters) / GIB
 
 
-def parameters(quick: tuple[tuple[int, ...], ...], sizes: Mapping[Any, Any]) -> list[Any]:
+def predict_decoding(window: str, splits: int) -> float:
+    """Return what MAISI's decoder allocates for one window of a latent."""
+    with emulated() as mode:
+        network: Any = maisi_autoencoder(splits).eval()
+        with tracked(mode) as tracker, torch.no_grad(), torch.autocast("cpu", torch.float16):
+            tracker.adopt(network.parameters(), "parameters")
+            network.decode_stage_2_outputs(torch.zeros(1, 4, *map(int, window.split("x"))))
+    return tracker.peak["device"] / GIB
+
+
+def predict_notebook(is_half: bool) -> float:
+    """Return what one update of MONAI's notebook allocates: batch 8, Adam, gradients that are zeroed and kept."""
+    with emulated() as mode:
+        unet = notebook_unet()
+        with tracked(mode) as tracker:
+            tracker.adopt([*unet.parameters(), *unet.buffers()], "parameters")
+            x, labels = torch.zeros(8, 1, 128, 128, 96), torch.zeros(8, 1, 128, 128, 96)
+            with torch.autocast("cpu", torch.float16, enabled=is_half):
+                y = unet(x)
+                loss = notebook_loss(y, labels)
+            loss.backward()
+    # As above: gradients and Adam's states.
+    return (tracker.peak["device"] + 12 * sum(p.numel() for p in unet.parameters())) / GIB
+
+
+def parameters(quick: tuple[Any, ...], sizes: Mapping[Any, Any]) -> list[Any]:
     """Return every size as a parameter, slow unless it is among the quick ones."""
     return [pytest.param(size, marks=() if size in quick else pytest.mark.slow, id=str(size)) for size in sizes]
 
@@ -155,6 +190,24 @@ def test_the_volumetric_network_is_predicted_as_the_document_says(grid):
     assert f"| {'x'.join(map(str, grid))} | {compared(MAISI[grid], predict_maisi(grid))} |" in TEXT
 
 
+@pytest.mark.parametrize("rows", parameters((next(iter(MAISI_DECODE)),), MAISI_DECODE))
+def test_another_window_of_a_decoder_makes_the_difference_that_the_document_says(rows):
+    grid, *windows = rows
+    (splits, published), (others, less) = MAISI_DECODE[rows]
+    predicted = predict_decoding(windows[0], splits) - predict_decoding(windows[1], others)
+    assert f"| {grid} | {' - '.join(windows)} | {compared(published - less, predicted)} |" in TEXT
+
+
+def test_what_fp32_takes_beyond_16_bits_is_predicted_as_the_document_says():
+    """Both rows of the notebook contain what its validation leaves behind, in fp32."""
+    fp32, fp16 = predict_notebook(is_half=False), predict_notebook(is_half=True)
+    published = {name: mib / 1024 for name, mib in NOTEBOOK.items()}
+    assert f"| fp32 - fp16 | {compared(published['fp32'] - published['fp16'], fp32 - fp16)} |" in TEXT
+    left = published["fp16"] - fp16, published["fp32"] - fp32
+    assert left[0] == pytest.approx(left[1], abs=2 / 1024)
+    assert (fp32 + left[0]) / published["fp32"] == pytest.approx(1, abs=0.001)
+
+
 def test_predictions_are_within_2_percent_of_tensors_and_8_percent_of_what_is_rounded_or_reserved():
     def ratios(line: str) -> list[float]:
         return [float(ratio) for ratio in re.findall(r"\| \d+\.\d{3} \| \d+\.\d{3} \| (\d\.\d{3}) (?=\|)", line)]
@@ -162,6 +215,6 @@ def test_predictions_are_within_2_percent_of_tensors_and_8_percent_of_what_is_ro
     rows = [found for line in TEXT.splitlines() if (found := ratios(line))]
     images, others = [row for row in rows if len(row) == 2], [row[0] for row in rows if len(row) == 1]
     assert len(images) == len(QWEN_DECODE) + len(QWEN_ENCODE)
-    assert len(others) == len(CONVOLUTIONS) + len(MAISI)
+    assert len(others) == len(CONVOLUTIONS) + len(MAISI) + len(MAISI_DECODE) + 1
     assert all(abs(allocated - 1) < 0.02 for allocated, _ in images)
     assert all(abs(ratio - 1) < 0.08 for ratio in [*others, *(reserved for _, reserved in images)])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from memory.kernels import timing
-from memory.kernels.timing import time_range
+from memory.kernels import gpus
+from memory.kernels.gpus import time_range
 from tests.memory.published.times import TIME_ROWS, builders, count_work, stored_work, table_lines
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "prediction.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_the_constants_fit_the_rows_they_were_fitted_to(constant, monkeypatch):
     def error() -> float:
         return sum(math.log(row.predicted(COUNTED) / row.seconds) ** 2 for row in TIME_ROWS if row.is_fitted)
 
-    before, value = error(), getattr(timing, constant)
+    before, value = error(), getattr(gpus, constant)
     for factor in (0.85, 1.18):
-        monkeypatch.setattr(timing, constant, factor * value)
+        monkeypatch.setattr(gpus, constant, factor * value)
         assert error() > before, f"{constant} fits better at {factor} times its value"

@@ -1,11 +1,16 @@
 """Times that others measured on real GPUs, and the work of those steps; docs/prediction.md has the sources.
 
+`times.csv` has the published figures: of NVIDIA's nnU-Net, volumes have up to 4 and images at least 32 in a batch; 16
+bits of volumes have channels last and fused norms, and all others are contiguous. Attention is named by batch, heads,
+tokens and channels of a head.
+
 `python -m tests.memory.published.times` counts the work again, writes it to `times.json` and prints the table of the
 document.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +21,8 @@ import torch
 from torch import nn
 
 import models  # noqa: F401  # first: it keeps MONAI's import short
-from memory.kernels.gpus import check_gpu
+from memory.kernels.gpus import WorkPart, check_gpu, predicted_seconds
 from memory.kernels.operators import work_parts
-from memory.kernels.timing import WorkPart, predicted_seconds
 from memory.predict.emulation import emulated, tracked
 from memory.predict.tracker import MemoryTracker
 from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
@@ -33,7 +37,6 @@ from tests.memory.published.unets import (
 )
 
 COUNTED = Path(__file__).with_name("times.json")
-A100, V100 = "A100 80GB SXM", "V100 SXM"
 QWEN, WAN = "Qwen-Image VAE 1024x1024, decode", "Wan 2.1 VAE 17x640x384, decode"
 CONVOLUTION = "Conv3d 64 to 64 channels, fp32"
 SIZES = dict.fromkeys((1, 2, 4), "128x128x128") | dict.fromkeys((32, 64, 128), "192x160")
@@ -49,138 +52,52 @@ NNUNET_TASKS: dict[str, tuple[int, int, list[Size], list[Size], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TimeRow:
-    """One published time: of a step on a card, or of so many runs of each piece of `work`."""
+    """One published time of a step on a card."""
 
     source: str
     step: str
     gpu: str
     seconds: float
-    is_fitted: bool = False
-    work: tuple[tuple[int, str], ...] = ()
+    is_fitted: bool
 
     @property
     def parts(self) -> tuple[tuple[int, str], ...]:
-        """Return the pieces of counted work and how often each runs."""
-        return self.work or ((1, self.step),)
+        """Return the pieces of counted work and how often each runs: 250 updates and 50 validated batches an epoch."""
+        if not self.step.endswith("epoch"):
+            return ((1, self.step),)
+        network = self.step.removesuffix("epoch")
+        return (250, f"{network}update"), (50, f"{network}forward")
 
     def predicted(self, counted: dict[str, list[WorkPart]]) -> float:
         """Return the predicted seconds."""
         return sum(times * predicted_seconds(counted[name], check_gpu(self.gpu)) for times, name in self.parts)
 
 
-def nnunet_rows() -> Iterator[TimeRow]:
-    """Yield epochs of nnU-Net version 1: 250 updates and 50 validated batches, in 16 bits, contiguous."""
-    cards = ("A100 40GB", V100, "V100 PCIe", "Quadro RTX 6000", "Titan RTX", "RTX 2080 Ti", "Titan Xp")
-    epochs = {
-        ("Heart", 2): (48.53, 79, 89.66, 105.16, 105.56, 138.4, 501.64),
-        ("Heart", 6): (118.5, 220.45, 251.25, 322.28, 300.96),
-        ("Liver", 2): (41.1, 70.96, 80.1, 79.43, 79.43, 101.54, 289.03),
-        ("Liver", 6): (115.33, 213.27, 250.09, 261.54, 266.66),
-        ("Prostate", 2): (43.87, 70.58, 81.32, 97.48, 98.99, 124.73, 410.12),
-        ("Prostate", 6): (117.31, 209.12, 234.28, 277.14, 284.35),
-    }
-    for (task, batch), seconds in epochs.items():
-        name = f"nnU-Net {task}, batch {batch}"
-        for gpu, took in zip(cards, seconds, strict=False):
-            is_fitted = (task, batch) == ("Liver", 2) and gpu in ("A100 40GB", "RTX 2080 Ti")
-            work = ((250, f"{name}, update"), (50, f"{name}, forward"))
-            yield TimeRow("nnU-Net", f"{name}, epoch", gpu, took, is_fitted, work)
+def time_rows() -> Iterator[TimeRow]:
+    """Yield the rows of `times.csv`, whose figures stand there as they were published."""
+    with Path(__file__).with_name("times.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            seconds = seconds_of(float(row["figure"]), row["unit"], row["step"])
+            yield TimeRow(row["source"], row["step"], row["gpu"], seconds, row["use"] == "fitted")
 
 
-def nvidia_rows() -> Iterator[TimeRow]:
-    """Yield NVIDIA's nnU-Net for volumes and, in batches of 32 and more, for images.
-
-    16 bits of volumes have channels last and fused norms; all others are contiguous, fp32 on an A100 with TF32.
-    """
-    volumes_per_second = {
-        (A100, "16 bits"): {1: 24.61, 2: 27.48, 4: 29.96, 32: 1040.58, 64: 1238.68, 128: 1345.29},
-        (A100, "fp32"): {1: 9.66, 2: 11.27, 4: 12.22, 32: 732.22, 64: 797.37, 128: 838.38},
-        (V100, "16 bits"): {1: 11.38, 2: 12.34, 32: 561.6, 64: 657.91, 128: 706.92},
-        (V100, "fp32"): {1: 2.07, 2: 2.51},
-    }
-    milliseconds = {
-        (A100, "16 bits"): {1: 14.61, 2: 35.15, 4: 52.36, 64: 17.56, 128: 33.24},
-        (A100, "fp32"): {1: 28.55, 2: 50.15, 4: 96.8, 32: 17.13, 64: 25.51, 128: 49.05},
-        (V100, "16 bits"): {1: 27.08, 2: 51.47, 4: 102.18, 32: 25.51, 64: 31.62, 128: 59.9},
-        (V100, "fp32"): {1: 100.78, 2: 197.33, 4: 390.33},
-    }
-    took = {
-        "update": {key: {b: b / rate for b, rate in rates.items()} for key, rates in volumes_per_second.items()},
-        "forward": {key: {b: ms / 1000 for b, ms in times.items()} for key, times in milliseconds.items()},
-    }
-    for kind, tables in took.items():
-        for (gpu, precision), seconds in tables.items():
-            for batch, each in seconds.items():
-                name = f"DynUNet {SIZES[batch]}, batch {batch}, {precision}, {kind}"
-                yield TimeRow("NVIDIA", name, gpu, each, is_fitted=batch < 32)
+def seconds_of(figure: float, unit: str, step: str) -> float:
+    """Return a published figure of a step as seconds."""
+    if unit == "volumes/s":
+        return int(step.partition("batch ")[2].partition(",")[0]) / figure
+    if unit == "TFLOPS":
+        batch, heads, tokens, channels = attention_shape(step)
+        return (14 if step.endswith(BOTH) else 4) * batch * heads * tokens**2 * channels / (1e12 * figure)
+    return figure * {"s": 1, "ms": 1e-3, "us": 1e-6, "s of 30 steps": 1 / 30}[unit]
 
 
-def maisi_rows() -> Iterator[TimeRow]:
-    """Yield denoising steps of MAISI with its ControlNet; the 30 steps of the second network took whole seconds."""
-    took = {
-        (64, 64, 32): (57, None),
-        (64, 64, 64): (81, None),
-        (128, 128, 32): (138, 5),
-        (128, 128, 128): (569, 19),
-        (128, 128, 192): (904, 30),
-    }
-    for latent, (thousand, thirty) in took.items():
-        size = "x".join(map(str, latent))
-        yield TimeRow("MAISI", f"MAISI ddpm {size}, step", A100, thousand / 1000)
-        if thirty is not None:
-            yield TimeRow("MAISI", f"MAISI rflow {size}, step", A100, thirty / 30)
+def attention_shape(step: str) -> tuple[int, ...]:
+    """Return batch, heads, tokens and channels of a head of a row of attention."""
+    return tuple(map(int, step.removeprefix("attention ").partition(",")[0].split("x")))
 
 
-# Batch, heads, tokens, channels of a head, precision, what counts; card, seconds, whether fitted.
-_XFORMERS = {
-    ("16 bits", True): {32: 1454.8e-6, 64: 1668.8e-6, 128: 2981.2e-6, 256: 6942.8e-6},
-    ("fp32", False): {64: 5601.8e-6, 128: 12773.4e-6, 256: 25945.4e-6},
-}
-_BOTH = "forward and backward"
-ATTENTION: list[tuple[str, tuple[int, ...], str, str, str, float, bool]] = [
-    *(
-        ("xformers", (64, 16, 1024, channels), precision, "forward", "A100 40GB", seconds, is_fitted)
-        for (precision, is_fitted), took in _XFORMERS.items()
-        for channels, seconds in took.items()
-    ),
-    *(
-        (
-            "ring-attention",
-            (b, 32, 16384 // b, 64),
-            "16 bits",
-            _BOTH,
-            "RTX A5000",
-            14 * 16384**2 // b * 2048 / rate,
-            True,
-        )
-        for b, rate in ((16, 66.9e12), (8, 72.95e12), (4, 76.64e12), (2, 78.64e12))
-    ),
-    ("PyTorch", (1, 24, 4608, 128), "16 bits", "forward", "H100 SXM", 4 * 24 * 4608**2 * 128 / 631.338e12, False),
-    ("flash-attention", (2, 32, 2048, 64), "16 bits", "forward", "H20", 0.545e-3, False),
-    ("flash-attention", (2, 16, 2048, 128), "16 bits", "forward", "H20", 0.532e-3, False),
-]
-
-
-def attention_rows() -> Iterator[TimeRow]:
-    """Yield attention alone."""
-    for source, shape, precision, kind, gpu, seconds, is_fitted in ATTENTION:
-        yield TimeRow(source, attention_name(shape, precision, kind), gpu, seconds, is_fitted)
-
-
-def attention_name(shape: tuple[int, ...], precision: str, kind: str) -> str:
-    """Return the name of a row of attention."""
-    return f"attention {'x'.join(map(str, shape))}, {precision}, {kind}"
-
-
-TIME_ROWS = (
-    *nnunet_rows(),
-    *nvidia_rows(),
-    *maisi_rows(),
-    *attention_rows(),
-    TimeRow("sglang", QWEN, "H100 SXM", 0.06848),
-    TimeRow("sglang", WAN, "H100 SXM", 0.244689),
-    TimeRow("PyTorch", CONVOLUTION, "RTX 2080 Ti", 0.04002),
-)
+BOTH = "forward and backward"
+TIME_ROWS = tuple(time_rows())
 
 
 def count_nnunet(task: str, batch: int, is_update: bool) -> Callable[[], Any]:
@@ -307,11 +224,11 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
     for latent in ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 128), (128, 128, 192)):
         for network in ("ddpm", "rflow"):
             found[f"MAISI {network} {'x'.join(map(str, latent))}, step"] = count_maisi(latent, network == "rflow")
-    for _, shape, precision, kind, *_ in ATTENTION:
-        found[attention_name(shape, precision, kind)] = count_attention(shape, precision == "16 bits", kind == _BOTH)
-    found |= {QWEN: count_qwen, WAN: count_wan}
-    found[CONVOLUTION] = count_convolution
-    used = {name for row in TIME_ROWS for _, name in row.parts}
+    used = [name for row in TIME_ROWS for _, name in row.parts]
+    for name in used:
+        if name.startswith("attention"):
+            found[name] = count_attention(attention_shape(name), "16 bits" in name, name.endswith(BOTH))
+    found |= {QWEN: count_qwen, WAN: count_wan, CONVOLUTION: count_convolution}
     return {name: build for name, build in found.items() if name in used}
 
 

@@ -1,4 +1,4 @@
-"""U-Nets of which others have published figures: nnU-Net's of version 1, NVIDIA's (MONAI's), and MAISI's."""
+"""Networks with published figures: U-Nets of nnU-Net version 1, NVIDIA, MONAI and MAISI, and MAISI's decoder."""
 
 from __future__ import annotations
 
@@ -149,3 +149,40 @@ def maisi_networks(is_rflow: bool) -> tuple[nn.Module, nn.Module]:
         if isinstance(module, SABlock):
             module.use_flash_attention = True
     return unet, control
+
+
+def maisi_autoencoder(splits: int) -> nn.Module:
+    """Return MAISI's autoencoder as published, whose convolutions run in so many pieces."""
+    from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
+
+    return AutoencoderKlMaisi(
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=1,
+        latent_channels=4,
+        num_channels=(64, 128, 256),
+        num_res_blocks=(2, 2, 2),
+        norm_num_groups=32,
+        norm_eps=1e-6,
+        attention_levels=(False, False, False),
+        with_encoder_nonlocal_attn=False,
+        with_decoder_nonlocal_attn=False,
+        norm_float16=True,
+        num_splits=splits,
+        dim_split=1,
+    )
+
+
+def notebook_unet() -> nn.Module:
+    """Return the U-Net of MONAI's notebook of mixed precision."""
+    from monai.networks.nets import UNet
+
+    return UNet(3, 1, 2, (16, 32, 64, 128, 256), (2, 2, 2, 2), num_res_units=2, norm="batch")
+
+
+def notebook_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the Dice loss of that notebook, of each class of each volume."""
+    chances, axes = torch.softmax(logits, 1), (2, 3, 4)
+    hot = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, labels.long(), 1)
+    both = torch.sum(hot * chances, axes)
+    return (1 - (2 * both + 1e-5) / (torch.sum(hot, axes) + torch.sum(chances, axes) + 1e-5)).mean()

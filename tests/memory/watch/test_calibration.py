@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.kernels.gpus import check_gpu
-from memory.kernels.timing import MOVED, WorkPart, time_range
+from memory.kernels.gpus import MOVED, WorkPart, check_gpu, time_range
 from memory.predict.prediction import GIB, fingerprint, fullest_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch

@@ -14,13 +14,14 @@ from memory.kernels.gpus import chosen_gpu
 from memory.predict.prediction import GIB
 from memory.watch.memory_watch import (
     REPORT,
+    MemoryReadings,
     MemoryWatch,
     TrainingOutOfMemoryError,
+    device_bytes,
     is_out_of_memory,
     is_tiny,
     train_with_rungs,
 )
-from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.cli import OUT_OF_MEMORY
 from runtime.observer import phase
 from runtime.processes import Process
