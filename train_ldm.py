@@ -31,6 +31,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from diffusion.normalisation import pretrained_unet
     from evaluation.report import publish, show_validation
     from memory.watch.memory_watch import MemoryWatch
+    from models.frozen_autoencoder import autoencoder_path, ensure_autoencoder
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
     from training.checkpoints import ResumableRun, for_ranks
@@ -47,6 +48,8 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     ):
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
+        if not is_dry_run:
+            ensure_autoencoder(autoencoder_path(settings))
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
