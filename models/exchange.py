@@ -137,6 +137,11 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     return _expand_attention(dict(state))
 
 
+def sampling_file(path: Path) -> Path:
+    """Return the file beside an exported U-Net with what else sampling needs: normalisation, mean map, and so on."""
+    return path.with_name(f"{path.stem}_sampling.safetensors")
+
+
 def to_maisi_names(state: Mapping[str, Tensor]) -> State:
     """Return the state dict of our autoencoder with the names of MAISI's."""
     return {_renamed(key, _FOR_MAISI): value for key, value in state.items()}

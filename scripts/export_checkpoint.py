@@ -87,6 +87,7 @@ def main(options: argparse.Namespace) -> None:
 
 def _sampling(destination: Path, settings: Settings, metadata: dict[str, Any], mean_map: Tensor | None) -> Path:
     """Write what sampling needs besides the networks: normalisation, noise process, sampler, grid and intensities."""
+    from models.exchange import sampling_file
     from models.weight_files import write_tensors
 
     tensors = {"latent_scale": metadata["latent_scale"], "latent_mean": metadata["latent_mean"]}
@@ -103,7 +104,7 @@ def _sampling(destination: Path, settings: Settings, metadata: dict[str, Any], m
         "upper": metadata.get("upper", [1.0] * settings.autoencoder.in_channels),
         "spacing_mm": metadata.get("spacing_mm", [1.0, 1.0, 1.0]),
     }
-    path = destination.with_name(f"{destination.stem}_sampling.safetensors")
+    path = sampling_file(destination)
     texts = {name: json.dumps(value) for name, value in values.items()}
     write_tensors(path, tensors if mean_map is None else {**tensors, "mean_map": mean_map}, texts)
     return path

@@ -30,6 +30,7 @@ def main(options: argparse.Namespace) -> None:
         find_state,
         published,
         read_foreign_weights,
+        sampling_file,
         to_our_names,
     )
     from models.weight_files import load_weights, save_weights
@@ -40,6 +41,10 @@ def main(options: argparse.Namespace) -> None:
     network, state = find_state(content, path, options.network)
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
+    beside = sampling_file(path)
+    exported = load_weights(beside) if network == "ldm" and beside.exists() else ({}, {})
+    if "mean_map" in exported[0] and settings.ldm.unet.use_mean_map:
+        state["mean_map"] = exported[0]["mean_map"]
     check_fit(network, state, settings, options.origin, path)
     timesteps, configured = _number_beside(content, "num_train_timesteps"), settings.ldm.scheduler.num_train_timesteps
     if network == "ldm" and isinstance(timesteps, int | float) and timesteps != configured:
@@ -60,9 +65,20 @@ def main(options: argparse.Namespace) -> None:
     known = published(path.name) if options.origin == "maisi" else None
     metadata["licence"] = UNKNOWN if known is None else f"{known.licence} ({known.name}, {known.source})"
     if network == "ldm":
-        scale = _latent_scale(options, content, path)
-        normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
-        metadata |= {**normalisation.content(), **_sample_frame(settings)}
+        metadata |= _sample_frame(settings)
+        if exported[0] and options.latent_scale is None:
+            # A run's own U-Net on its way back.
+            try:
+                normalisation = Normalisation.stored(exported[0], settings.autoencoder.latent_channels)
+                metadata |= {name: exported[1][name] for name in ("spacing_mm", "lower", "upper")}
+            except (ValueError, LookupError) as error:
+                raise CheckpointError(
+                    f"{beside}: not what was exported beside {path.name} ({error}); export both again, or move it away"
+                ) from None
+        else:
+            scale = _latent_scale(options, content, path)
+            normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
+        metadata |= normalisation.content()
     with locked(folder):
         trained = sorted(folder.checkpoints.glob(f"{network}_step_*.pt"))
         if folder.weights(network).exists() and "imported_from" not in load_weights(folder.weights(network))[1]:
