@@ -28,10 +28,9 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents
-    from diffusion.normalisation import pretrained_unet
+    from diffusion.normalisation import ensure_weights
     from evaluation.report import publish, show_validation
     from memory.watch.memory_watch import MemoryWatch
-    from models.frozen_autoencoder import autoencoder_path, ensure_autoencoder
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
     from training.checkpoints import ResumableRun, for_ranks
@@ -47,9 +46,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
         MemoryWatch(settings := for_ranks(configured, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
     ):
         # Check everything that the run needs, and say what it will do.
-        pretrained_unet(settings)
-        if not is_dry_run:
-            ensure_autoencoder(autoencoder_path(settings))
+        ensure_weights(settings, is_dry_run)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))

@@ -18,7 +18,7 @@ from torch import Tensor
 from data import DataSplit, VolumeFile
 from diffusion.conditioning.class_label import ClassLabel, check_classes
 from diffusion.conditioning.kind import ConditionKind, KnownVoxels, Partners, Preparation, Prepared
-from diffusion.conditioning.label_map import LabelMap
+from diffusion.conditioning.label_map import ControlMap, LabelMap
 from diffusion.conditioning.scan import Modality, Scan
 from diffusion.conditioning.tabular import Tabular
 from diffusion.conditioning.volume import ConditionVolume, held_out_with_hole
@@ -26,7 +26,7 @@ from runtime.files import counted
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import ConditioningSettings
 
-KINDS: tuple[type[ConditionKind], ...] = (ClassLabel, Modality, LabelMap, ConditionVolume, Tabular, Scan)
+KINDS: tuple[type[ConditionKind], ...] = (ClassLabel, Modality, LabelMap, ControlMap, ConditionVolume, Tabular, Scan)
 """All kinds of conditions, in the order in which the U-Net gets them."""
 
 # Share of the samples in which all conditions are hidden by one draw. Were all draws independent, the network would
