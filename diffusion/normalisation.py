@@ -134,7 +134,7 @@ class PretrainedUNet:
 
 
 def ensure_weights(settings: Settings, is_dry_run: bool) -> None:
-    """Raise `CheckpointError` if the weights that stage 2 starts from cannot be used; a dry run needs no autoencoder."""
+    """Raise `CheckpointError` if the weights that stage 2 needs cannot be used; a dry run needs no autoencoder."""
     if not is_dry_run:
         ensure_autoencoder(autoencoder_path(settings))
     pretrained_unet(settings)

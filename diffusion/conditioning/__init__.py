@@ -182,7 +182,7 @@ class ConditionStore:
     def pictures(self, index: int) -> dict[str, Tensor]:
         """Return the conditions of a volume that are volumes too, as (D, H, W) in [0, 1], to look at."""
         kinds = self.prepared.items()
-        return {name: kind.picture(index) for name, kind in kinds if kind.picture is not None}
+        return {kind.shown_as or name: kind.picture(index) for name, kind in kinds if kind.picture is not None}
 
     def known(self, index: int) -> KnownVoxels | None:
         """Return what the condition of a volume knows of the volume; None if it is not made from it."""

@@ -229,13 +229,15 @@ class Prepared:
     """The conditions of one kind, ready to be read.
 
     `metadata` is stored with the trained weights because sampling needs it. `picture` returns a condition by its
-    volume's index as (D, H, W) in [0, 1], and `known` what it knows of its target.
+    volume's index as (D, H, W) in [0, 1], shown as what the kind is called or `shown_as`, and `known` what it knows of
+    its target.
     """
 
     read: Read
     metadata: dict[str, Any] = field(default_factory=dict)
     picture: Callable[[int], Tensor] | None = None
     known: Callable[[int], KnownVoxels] | None = None
+    shown_as: str | None = None
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class LabelMap(ConditionKind):
 
         key = [self.stored_as, number, reading_of(run.settings.data), list(shape[1:])]
         read = run.cached(made, lambda index, variant: maps[index].digest, shape, key, "label maps")
-        return Prepared(read, picture=lambda index: self.picture(read(index, 0, 0)))
+        return Prepared(read, picture=lambda index: self.picture(read(index, 0, 0)), shown_as=LabelMap.name)
 
     def on_grid(self, path: Path, settings: Settings, pose: Pose | None = None) -> Tensor:
         """Return the shares of the label values of one map."""
