@@ -29,7 +29,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from data.batches import BatchPlan
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents
-    from diffusion.normalisation import pretrained_unet
+    from diffusion.normalisation import ensure_weights
     from evaluation.report import publish, show_validation
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
@@ -47,7 +47,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
         MemoryWatch(settings := for_ranks(configured, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
     ):
         # Check everything that the run needs, and say what it will do.
-        pretrained_unet(settings)
+        ensure_weights(settings, is_dry_run)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models import StockAutoencoder
-from models.frozen_autoencoder import accepted_digests
+from models.frozen_autoencoder import accepted_digests, autoencoder_path, ensure_autoencoder
 from models.unet import unet_arguments
 from models.weight_files import load_weights
 from runtime.processes import Process
@@ -131,6 +131,13 @@ class PretrainedUNet:
                 f"{self.path}: was trained on latents of an autoencoder with other weights; set ldm.autoencoder to the "
                 "one that it was trained with"
             )
+
+
+def ensure_weights(settings: Settings, is_dry_run: bool) -> None:
+    """Raise `CheckpointError` if the weights that stage 2 needs cannot be used; a dry run needs no autoencoder."""
+    if not is_dry_run:
+        ensure_autoencoder(autoencoder_path(settings))
+    pretrained_unet(settings)
 
 
 def pretrained_unet(settings: Settings) -> PretrainedUNet | None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from models.autoencoder import build_autoencoder
+from models.controlnet import controlnet_arguments, parts_of
 from models.discriminator import build_discriminator, discriminator_arguments
 from models.stock import autoencoder_arguments
 from models.unet import SCAN_LAYERS, build_unet, unet_arguments
@@ -32,6 +33,8 @@ _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERROR
 # Parameters that identify a network.
 _MARKS = {
     "autoencoder": ("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"),
+    # Before the U-Net, whose encoder it has.
+    "controlnet": ("controlnet_mid_block.conv.weight", "conv_in.conv.weight"),
     "ldm": ("time_embed.0.weight", "conv_in.conv.weight"),
     "discriminator": ("initial_conv.conv.weight", "final_conv.conv.weight"),
 }
@@ -95,11 +98,11 @@ def find_state(content: Any, path: Path, network: str | None = None) -> tuple[st
     found = [(name, state) for name, state in every if name is not None and network in (None, name)]
     if len(found) == 1:
         return found[0]
-    wanted = network or "autoencoder, discriminator or ldm (the diffusion U-Net)"
+    wanted = network or "autoencoder, discriminator, ldm (the diffusion U-Net) or controlnet"
     if not found:
         raise CheckpointError(
-            f"{path}: no weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet were recognised;"
-            f" looked for: {wanted}; save the network's state_dict() by itself"
+            f"{path}: no weights of MONAI's AutoencoderKL, PatchDiscriminator, DiffusionModelUNet or ControlNet were "
+            f"recognised; looked for: {wanted}; save the network's state_dict() by itself"
         )
     raise CheckpointError(
         f"{path}: holds several networks ({', '.join(name for name, _ in found)}); one file gives one network;"
@@ -135,6 +138,11 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
             " use --from monai-generative"
         )
     return _expand_attention(dict(state))
+
+
+def sampling_file(path: Path) -> Path:
+    """Return the file beside an exported U-Net with what else sampling needs: normalisation, mean map, and so on."""
+    return path.with_name(f"{path.stem}_sampling.safetensors")
 
 
 def to_maisi_names(state: Mapping[str, Tensor]) -> State:
@@ -234,7 +242,12 @@ def _without_prefix(state: State) -> State:
         state = {key.split(".", 1)[1]: value for key, value in state.items()}
 
 
-CLASSES = {"autoencoder": "AutoencoderKL", "discriminator": "PatchDiscriminator", "ldm": "DiffusionModelUNet"}
+CLASSES = {
+    "autoencoder": "AutoencoderKL",
+    "discriminator": "PatchDiscriminator",
+    "ldm": "DiffusionModelUNet",
+    "controlnet": "ControlNet",
+}
 
 
 def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
@@ -250,13 +263,16 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
         # Splits of volumes, which save memory, must fit the grid; one always does.
         options: dict[str, Any] = {"num_splits": 1}
     else:
-        assert network == "ldm", f"no network is called {network!r}"
         conditioning = settings.ldm.conditioning
-        numbers = ", ".join(conditioning.embedded_numbers)
-        _check_export(not numbers, f"ldm.conditioning: {numbers}", "takes no numbers", "DiffusionModelUNet")
         arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
-        layers = [SCAN_LAYERS[name].removesuffix("_layer") for name in conditioning.scan.inputs]
-        options = {f"include_{layer}_input": True for layer in layers}
+        if network == "controlnet":
+            arguments, options = controlnet_arguments(arguments, conditioning.label_map.controlnet), {}
+        else:
+            assert network == "ldm", f"no network is called {network!r}"
+            numbers = ", ".join(conditioning.embedded_numbers)
+            _check_export(not numbers, f"ldm.conditioning: {numbers}", "takes no numbers", "DiffusionModelUNet")
+            layers = [SCAN_LAYERS[name].removesuffix("_layer") for name in conditioning.scan.inputs]
+            options = {f"include_{layer}_input": True for layer in layers}
     if not is_maisi(network, settings):
         return arguments
     return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **options}
@@ -271,16 +287,19 @@ def is_maisi(network: str, settings: Settings) -> bool:
     """Return whether MONAI's class is MAISI's: a U-Net that takes inputs of scans, an autoencoder that interpolates."""
     if network == "autoencoder":
         return settings.autoencoder.upsampling == "trilinear"
-    return network == "ldm" and bool(settings.ldm.conditioning.scan.inputs)
+    return network in ("ldm", "controlnet") and bool(settings.ldm.conditioning.scan.inputs)
 
 
 def monai_class(network: str, settings: Settings) -> type[nn.Module]:
     """Return MONAI's class of a network."""
     if is_maisi(network, settings):
         from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
+        from monai.apps.generation.maisi.networks.controlnet_maisi import ControlNetMaisi
         from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 
-        return AutoencoderKlMaisi if network == "autoencoder" else DiffusionModelUNetMaisi
+        return {"autoencoder": AutoencoderKlMaisi, "ldm": DiffusionModelUNetMaisi, "controlnet": ControlNetMaisi}[
+            network
+        ]
     import monai.networks.nets
 
     return getattr(monai.networks.nets, CLASSES[network])
@@ -294,8 +313,9 @@ def stock_network(network: str, settings: Settings) -> nn.Module:
 def expected_state(network: str, settings: Settings) -> dict[str, Tensor]:
     """Return the state dict of our network on the meta device: names and shapes without values."""
     with torch.device("meta"):
-        if network == "ldm":
-            return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).state_dict()
+        if network in ("ldm", "controlnet"):
+            unet = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
+            return parts_of(unet.state_dict())[network]
         if network == "discriminator":
             return build_discriminator(settings.autoencoder).state_dict()
         return build_autoencoder(settings.autoencoder).state_dict()
@@ -319,6 +339,9 @@ _BRAIN = "huggingface.co/nvidia/NV-Generate-MR-Brain"
 FILES = {
     "autoencoder_v1": Published("MAISI, autoencoder of CT and MR", _CT, OPEN),
     "autoencoder_v2": Published("MAISI, autoencoder of MR", _MR, ACADEMIC),
+    "controlnet_3d_ddpm-ct": Published("MAISI, ControlNet of CT", _CT, OPEN),
+    "controlnet_3d_rflow-ct": Published("MAISI, ControlNet of CT", _CT, OPEN),
+    "diff_unet_3d_ddpm-ct": Published("MAISI, U-Net of CT", _CT, OPEN),
     "diff_unet_3d_rflow-ct": Published("MAISI, U-Net of CT", _CT, OPEN),
     "diff_unet_3d_rflow-mr-brain": Published("MAISI, U-Net of brain MR", _BRAIN, OPEN),
     "diff_unet_3d_rflow-mr": Published("MAISI, U-Net of MR", _MR, ACADEMIC),

@@ -33,12 +33,17 @@ def autoencoder_path(settings: Settings, run: RunFolder | None = None) -> Path:
 
 def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
     """Build the config's autoencoder, load its weights and freeze it; raise `CheckpointError` if they do not fit."""
+    ensure_autoencoder(path)
+    return autoencoder_of(settings, *load_weights(path), path)
+
+
+def ensure_autoencoder(path: Path) -> None:
+    """Raise `CheckpointError` if there are no weights of the autoencoder."""
     if not path.is_file():
         raise CheckpointError(
             f"{path}: no trained autoencoder; train stage 1 with train_autoencoder.py under the same name, or "
             "set ldm.autoencoder to the path of its weights"
         )
-    return autoencoder_of(settings, *load_weights(path), path)
 
 
 def autoencoder_of(

@@ -29,6 +29,8 @@ from settings.conditioning import WIDTHS
 
 log = logging.getLogger(__name__)
 
+Run = Callable[..., Tensor]
+"""Calls a block with its inputs."""
 
 SCAN_LAYERS = {
     "top_region": "top_region_index_layer",
@@ -207,6 +209,12 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         """
         assert context is None, "the network has self-attention only: it takes no context"
         embedding = self._with_scan(self._embed(x, timesteps, class_labels, numbers), scan)
+        run = self.runner()
+        skips = self.encode(self._with_mean_map(arranged(x, self.layout)), embedding, run)
+        return self.decode(self.middle(skips[-1], embedding, run), skips, embedding, run)
+
+    def runner(self) -> Run:
+        """Return what calls the blocks of one pass, checkpointed if that is on."""
         offload = HostOffload() if self.offload else False
 
         def run(block: nn.Module, *args: Tensor) -> Tensor:
@@ -217,7 +225,12 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
                 use_gradient_checkpointing_offload=offload,
             )
 
-        h = self.conv_in(self._with_mean_map(arranged(x, self.layout)))
+        return run
+
+    def encode(self, x: Tensor, embedding: Tensor, run: Run, control: Tensor | None = None) -> list[Tensor]:
+        """Return what the skip connections carry, the last to the middle block too; `control` joins the first."""
+        h = self.conv_in(x)
+        h = h if control is None else h + control
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
@@ -228,8 +241,15 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             if level.downsampler is not None:
                 h = run(level.downsampler, *_inputs(level.downsampler, h, embedding))
                 skips.append(h)
+        return skips
+
+    def middle(self, h: Tensor, embedding: Tensor, run: Run) -> Tensor:
+        """Return the output of the middle block."""
         middle = self.middle_block
-        h = run(middle.resnet_2, run(middle.attention, run(middle.resnet_1, h, embedding)), embedding)
+        return run(middle.resnet_2, run(middle.attention, run(middle.resnet_1, h, embedding)), embedding)
+
+    def decode(self, h: Tensor, skips: list[Tensor], embedding: Tensor, run: Run) -> Tensor:
+        """Return the prediction from the output of the middle block and what `encode` returned, which it uses up."""
         for level in self.up_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
             for block, attention in zip(level.resnets, attentions, strict=True):
@@ -244,10 +264,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         """Return the input followed by the mean of the latents, padded with zeros at the far end as the input is."""
         if self.mean_map is None:
             return x
-        mean_map = self.mean_map.to(x.dtype)
-        missing = [size - own for size, own in zip(x.shape[2:], mean_map.shape[2:], strict=True)]
-        if any(missing):
-            mean_map = F.pad(mean_map, (0, missing[2], 0, missing[1], 0, missing[0]))
+        mean_map = padded(self.mean_map.to(x.dtype), x.shape[2:])
         # Not expanded, because concatenation would then lose the layout.
         return torch.cat([x, torch.cat([mean_map] * len(x))], dim=1)
 
@@ -282,6 +299,12 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         """Keep all activations for backward again."""
         self.checkpointed = self.offload = False
         log.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
+
+
+def padded(x: Tensor, grid: Sequence[int]) -> Tensor:
+    """Return a volume with zeros at the far end of each axis that is shorter than that of the grid."""
+    missing = [size - own for size, own in zip(grid, x.shape[2:], strict=True)]
+    return F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0])) if any(missing) else x
 
 
 def _embedding(num_inputs: int, width: int) -> nn.Sequential:
@@ -327,7 +350,13 @@ def build_unet(
     conditioning = settings.conditioning
     num_numbers, scan_inputs = sum(conditioning.embedded_numbers.values()), conditioning.scan.inputs
     arguments = unet_arguments(settings, latent_channels, mean_map_shape)
-    model = DiffusionUNet(num_numbers, scan_inputs, mean_map_shape, **arguments)
+    if conditioning.label_map.controlnet:
+        from models.controlnet import ControlledUNet, ControlNet  # which are U-Nets, too
+
+        controlnet = ControlNet(conditioning.label_map.controlnet, **arguments)
+        model: DiffusionUNet = ControlledUNet(controlnet, num_numbers, scan_inputs, mean_map_shape, **arguments)
+    else:
+        model = DiffusionUNet(num_numbers, scan_inputs, mean_map_shape, **arguments)
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

@@ -1,4 +1,4 @@
-"""Import weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet, or MAISI's, into a run folder."""
+"""Import weights of MONAI's AutoencoderKL, PatchDiscriminator, DiffusionModelUNet or ControlNet, or MAISI's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def main(options: argparse.Namespace) -> None:
     """Read the weights, rename them, check them against the config, and write them to the run folder."""
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
-    from diffusion.normalisation import Normalisation
+    from diffusion.normalisation import Normalisation, pretrained_unet
+    from models.controlnet import PREFIX
     from models.exchange import (
         UNKNOWN,
         check_fit,
@@ -30,6 +31,7 @@ def main(options: argparse.Namespace) -> None:
         find_state,
         published,
         read_foreign_weights,
+        sampling_file,
         to_our_names,
     )
     from models.weight_files import load_weights, save_weights
@@ -40,6 +42,15 @@ def main(options: argparse.Namespace) -> None:
     network, state = find_state(content, path, options.network)
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
+    beside = sampling_file(path)
+    exported = load_weights(beside) if network == "ldm" and beside.exists() else ({}, {})
+    if "mean_map" in exported[0] and settings.ldm.unet.use_mean_map:
+        state["mean_map"] = exported[0]["mean_map"]
+    if network == "controlnet" and not settings.ldm.conditioning.label_map.controlnet:
+        raise CheckpointError(
+            f"{path}: holds a ControlNet, and the config has none; set ldm.conditioning.label_map and ldm.pretrained, "
+            "the U-Net that it controls"
+        )
     check_fit(network, state, settings, options.origin, path)
     timesteps, configured = _number_beside(content, "num_train_timesteps"), settings.ldm.scheduler.num_train_timesteps
     if network == "ldm" and isinstance(timesteps, int | float) and timesteps != configured:
@@ -59,10 +70,29 @@ def main(options: argparse.Namespace) -> None:
     metadata["imported_from"] = f"{options.origin}: {path.name}"
     known = published(path.name) if options.origin == "maisi" else None
     metadata["licence"] = UNKNOWN if known is None else f"{known.licence} ({known.name}, {known.source})"
-    if network == "ldm":
-        scale = _latent_scale(options, content, path)
-        normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
-        metadata |= {**normalisation.content(), **_sample_frame(settings)}
+    if network == "controlnet":
+        # It is nothing without its U-Net, so both are in one file.
+        unet = pretrained_unet(settings)
+        assert unet is not None, "a config with a ControlNet names a U-Net"
+        own, of_unet = load_weights(unet.path)
+        state = own | {PREFIX + key: value for key, value in state.items()}
+        licences = dict.fromkeys([metadata["licence"], of_unet.get("licence", metadata["licence"])])
+        metadata, network = of_unet | metadata | {"stage": "ldm", "licence": "; ".join(licences)}, "ldm"
+    elif network == "ldm":
+        metadata |= _sample_frame(settings)
+        if exported[0] and options.latent_scale is None:
+            # A run's own U-Net on its way back.
+            try:
+                normalisation = Normalisation.stored(exported[0], settings.autoencoder.latent_channels)
+                metadata |= {name: exported[1][name] for name in ("spacing_mm", "lower", "upper")}
+            except (ValueError, LookupError) as error:
+                raise CheckpointError(
+                    f"{beside}: not what was exported beside {path.name} ({error}); export both again, or move it away"
+                ) from None
+        else:
+            scale = _latent_scale(options, content, path)
+            normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
+        metadata |= normalisation.content()
     with locked(folder):
         trained = sorted(folder.checkpoints.glob(f"{network}_step_*.pt"))
         if folder.weights(network).exists() and "imported_from" not in load_weights(folder.weights(network))[1]:
@@ -166,7 +196,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--out", required=True, metavar="DIR", help="the run folder to write to, such as runs/imported")
     result.add_argument(
         "--network",
-        choices=["autoencoder", "discriminator", "ldm"],
+        choices=["autoencoder", "discriminator", "ldm", "controlnet"],
         help="which network to import (default: the one in the file)",
     )
     result.add_argument(

@@ -8,7 +8,19 @@ from pydantic import Field
 
 from settings.data import IntensitySettings, intensity_problems
 from settings.errors import Problem, Problems
-from settings.section import FREE, WITHOUT_NUL, Count, PathText, PerAxis, Section, Triple, key, section, value_text
+from settings.section import (
+    FREE,
+    WITHOUT_NUL,
+    Channels,
+    Count,
+    PathText,
+    PerAxis,
+    Section,
+    Triple,
+    key,
+    section,
+    value_text,
+)
 
 if TYPE_CHECKING:
     from settings.root import Settings
@@ -68,14 +80,44 @@ class LabelMapSettings(ConditionSection):
         0, "Number of label values, with the background: they run from 0 to one less; 0: no label maps."
     )
 
+    controlnet: Annotated[tuple[Channels, ...], Field(strict=False, max_length=8)] = key(
+        (),
+        "Not empty: the U-Net of ldm.pretrained stays frozen, and a ControlNet beside it, which sees the label maps at "
+        "full resolution, is trained. The channels of its embedding, each after the first on half the grid, such as "
+        "[8, 32, 64], down to the latent's.",
+    )
+
     def num_concatenated(self, latent_channels: int) -> int:
         """Return the number of channels that are concatenated to a noisy latent."""
-        return self.num_classes
+        return 0 if self.controlnet else self.num_classes
 
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
         yield from _incomplete(LABEL_MAP, source=self.source is not None, num_classes=self.is_used)
+        if not self.controlnet:
+            return
+        where, classes, strides = (
+            f"{LABEL_MAP}.controlnet",
+            f"{LABEL_MAP}.num_classes",
+            settings.autoencoder.level_strides,
+        )
+        found = str(list(self.controlnet))
+        if not 2 <= self.num_classes <= MOST_CONTROLLED:
+            found, allowed = f"{found} with {self.num_classes} label values", f"allowed: 2 to {MOST_CONTROLLED}"
+            yield Problem(where, found, allowed, "change num_classes, or leave it out", (classes,))
+        if settings.ldm.pretrained is None:
+            remedy = "train a U-Net without it first, and set ldm.pretrained to its ldm.safetensors"
+            yield Problem("ldm.pretrained", "null, and a ControlNet needs a U-Net to control", "", remedy, (where,))
+        if not settings.autoencoder.has_stock_strides or len(self.controlnet) != 1 + len(strides):
+            found = f"{found}, and the autoencoder has strides of {list(map(list, strides))}"
+            remedy = "set one number and one more for each halving, such as [8, 32, 64] for two"
+            yield Problem(
+                where, found, "allowed: strides of 2", remedy, ("autoencoder.strides", "autoencoder.num_channels")
+            )
 
+
+MOST_CONTROLLED = 256
+"""Label values that a ControlNet tells apart: it gets them as binary numbers of eight digits."""
 
 TARGET = "target"
 """The source of condition volumes that are made from the volumes to learn."""

@@ -50,7 +50,11 @@ def test_a_dry_run_needs_no_autoencoder_and_training_does(tiny_config, tmp_path,
     assert "stage ldm, 4 steps" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "tiny").exists()
     assert run_here("train_ldm.py", "--config", tiny_config) == 2
-    assert "autoencoder.safetensors: no trained autoencoder; train stage 1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "autoencoder.safetensors: no trained autoencoder; train stage 1" in said
+    # Nothing is prepared for a run that cannot start.
+    assert "volume" not in said
+    assert not list((tmp_path / "runs").rglob("*.volume"))
 
 
 def test_an_autoencoder_of_other_settings_is_refused_with_the_keys_that_differ(prepared, tiny_values):

@@ -18,9 +18,9 @@ from diffusion.latents import LatentBatch, Latents, VolumeBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from models import StockAutoencoder, build_unet
+from models.controlnet import load_pretrained
 from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from models.volume_codec import VolumeCodec, frozen_codec
-from models.weight_files import load_into
 from runtime.files import RunFolder
 from runtime.observer import phase
 from runtime.precision import Precision
@@ -123,9 +123,7 @@ class LatentDiffusionStep(TrainingStep):
         self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
         if settings.ldm.pretrained is not None and load_weights:
             # Before the network is registered, because averages start from the weights that it has then.
-            path = Path(settings.ldm.pretrained).expanduser()
-            load_into(self.unet, path)
-            log.info("%s: the U-Net starts from these weights", path)
+            load_pretrained(self.unet, Path(settings.ldm.pretrained).expanduser())
         elif self.unet.mean_map is not None and latents is not None:
             self.unet.mean_map.copy_(latents.mean_map)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)

@@ -18,7 +18,7 @@ from torch import Tensor
 from data import DataSplit, VolumeFile
 from diffusion.conditioning.class_label import ClassLabel, check_classes
 from diffusion.conditioning.kind import ConditionKind, KnownVoxels, Partners, Preparation, Prepared
-from diffusion.conditioning.label_map import LabelMap
+from diffusion.conditioning.label_map import ControlMap, LabelMap
 from diffusion.conditioning.scan import Modality, Scan
 from diffusion.conditioning.tabular import Tabular
 from diffusion.conditioning.volume import ConditionVolume, held_out_with_hole
@@ -26,7 +26,7 @@ from runtime.files import counted
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import ConditioningSettings
 
-KINDS: tuple[type[ConditionKind], ...] = (ClassLabel, Modality, LabelMap, ConditionVolume, Tabular, Scan)
+KINDS: tuple[type[ConditionKind], ...] = (ClassLabel, Modality, LabelMap, ControlMap, ConditionVolume, Tabular, Scan)
 """All kinds of conditions, in the order in which the U-Net gets them."""
 
 # Share of the samples in which all conditions are hidden by one draw. Were all draws independent, the network would
@@ -182,7 +182,7 @@ class ConditionStore:
     def pictures(self, index: int) -> dict[str, Tensor]:
         """Return the conditions of a volume that are volumes too, as (D, H, W) in [0, 1], to look at."""
         kinds = self.prepared.items()
-        return {name: kind.picture(index) for name, kind in kinds if kind.picture is not None}
+        return {kind.shown_as or name: kind.picture(index) for name, kind in kinds if kind.picture is not None}
 
     def known(self, index: int) -> KnownVoxels | None:
         """Return what the condition of a volume knows of the volume; None if it is not made from it."""

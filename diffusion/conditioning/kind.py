@@ -31,9 +31,9 @@ from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import ConditioningSettings, ConditionSection
 
-Input = Literal["class_labels", "channels", "numbers", "scan"]
+Input = Literal["class_labels", "channels", "numbers", "scan", "control"]
 """Inputs of the U-Net: an embedded class (B,), channels (B, C, D, H, W) that are concatenated to the noisy latent,
-numbers (B, N) that are embedded together, and those that MAISI's U-Net embeds one by one."""
+numbers (B, N) that are embedded together, those that MAISI's U-Net embeds one by one, and what a ControlNet sees."""
 
 Make = Callable[[int, int, Pose | None], Tensor]
 """Returns the condition of a volume by its index and the number of its variant, in a pose: float32 (C, D, H, W)."""
@@ -229,13 +229,15 @@ class Prepared:
     """The conditions of one kind, ready to be read.
 
     `metadata` is stored with the trained weights because sampling needs it. `picture` returns a condition by its
-    volume's index as (D, H, W) in [0, 1], and `known` what it knows of its target.
+    volume's index as (D, H, W) in [0, 1], shown as what the kind is called or `shown_as`, and `known` what it knows of
+    its target.
     """
 
     read: Read
     metadata: dict[str, Any] = field(default_factory=dict)
     picture: Callable[[int], Tensor] | None = None
     known: Callable[[int], KnownVoxels] | None = None
+    shown_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -361,5 +363,5 @@ class ConditionKind(ABC):
 
     def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
         """Return what gives the condition of each sample; raise `UserError` for what is wrong or missing."""
-        nothing = torch.zeros(self.shape(asked.settings))
+        nothing = self.hidden(torch.zeros(self.shape(asked.settings)))
         return lambda sample: nothing if sample.case is None else sample.case.parts.get(self.name, nothing)

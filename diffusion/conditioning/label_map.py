@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +17,10 @@ from data.geometry import Geometry, geometry_of, in_planes
 from data.header import Stored
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
-from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Space
+from diffusion.conditioning.kind import Asked, ConditionKind, Input, Partners, Preparation, Prepared, Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
-from settings import DataError, DataSettings
+from settings import DataError, DataSettings, Settings
 from settings.conditioning import LABEL_MAP
 from settings.data import IntensitySettings
 
@@ -33,8 +33,18 @@ class LabelMap(ConditionKind):
 
     name = "label map"
     section = "label_map"
-    unet_input = "channels"
+    unet_input: ClassVar[Input] = "channels"
+    stored_as: ClassVar = "labels"
     options: ClassVar = {"--labels": "label maps"}
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether label maps are concatenated."""
+        return self.s.label_map.is_used and not self.s.label_map.controlnet
+
+    def takes(self, option: str) -> bool:
+        """Return whether the run has label maps, concatenated or not."""
+        return self.s.label_map.is_used
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the label map of each volume."""
@@ -48,34 +58,69 @@ class LabelMap(ConditionKind):
         return Partners({"labels": checked_partners(place, files, data, label_reading(data), check, problems)})
 
     def prepare(self, partners: Partners, run: Preparation) -> Prepared:
-        """Make the shares of all volumes."""
-        data, grid = run.settings.data, run.settings.latent_shape[1:]
-        number, maps = self.s.label_map.num_classes, partners.files["labels"]
+        """Make the label maps of all volumes as the U-Net gets them."""
+        number, maps, shape = self.s.label_map.num_classes, partners.files["labels"], self.shape(run.settings)
 
-        def shares(index: int, variant: int, pose: Pose | None) -> Tensor:
-            return label_shares(maps[index].path, number, data, grid, pose)
+        def made(index: int, variant: int, pose: Pose | None) -> Tensor:
+            return self.on_grid(maps[index].path, run.settings, pose)
 
-        key = ["labels", number, reading_of(data), list(grid)]
-        read = run.cached(shares, lambda index, variant: maps[index].digest, (number, *grid), key, "label maps")
+        key = [self.stored_as, number, reading_of(run.settings.data), list(shape[1:])]
+        read = run.cached(made, lambda index, variant: maps[index].digest, shape, key, "label maps")
+        return Prepared(read, picture=lambda index: self.picture(read(index, 0, 0)), shown_as=LabelMap.name)
 
-        def picture(index: int) -> Tensor:
-            return torch.einsum("c,cdhw->dhw", torch.linspace(0, 1, number), read(index, 0, 0))
+    def on_grid(self, path: Path, settings: Settings, pose: Pose | None = None) -> Tensor:
+        """Return the shares of the label values of one map."""
+        return label_shares(path, self.s.label_map.num_classes, settings.data, settings.latent_shape[1:], pose)
 
-        return Prepared(read, picture=picture)
+    def picture(self, part: Tensor) -> Tensor:
+        """Return the condition of one sample as (D, H, W) in [0, 1]."""
+        return torch.einsum("c,cdhw->dhw", torch.linspace(0, 1, len(part)), part)
 
     def read_files(
         self, paths: Mapping[str, Path], asked: Asked, codec: VolumeCodec | None
     ) -> tuple[Tensor, Space] | None:
-        """Return the shares of a label map and its space."""
+        """Return a label map as the U-Net gets it, and its space."""
         path = paths.get("--labels")
         if path is None:
             return None
-        data, number = asked.settings.data, self.s.label_map.num_classes
+        data = asked.settings.data
         _, facts = measure(path, label_reading(data))
-        if (problem := label_problem(path, facts, number)) is not None:
+        if (problem := label_problem(path, facts, self.s.label_map.num_classes)) is not None:
             raise DataError(problem)
-        shares = label_shares(path, number, data, asked.settings.latent_shape[1:])
-        return shares, Space(geometry_of(facts, data))
+        return self.on_grid(path, asked.settings), Space(geometry_of(facts, data))
+
+
+class ControlMap(LabelMap):
+    """Label values on the volume's grid (B, 1, D, H, W), for a ControlNet; -1 where the map is hidden.
+
+    Training never hides one: without its label map a ControlNet has no part in the prediction.
+    """
+
+    name = "control map"
+    unet_input = "control"
+    stored_as = "control"
+    draws = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a ControlNet sees the label maps."""
+        return self.s.label_map.is_used and bool(self.s.label_map.controlnet)
+
+    def shape(self, settings: Settings) -> tuple[int, ...]:
+        """Return the shape of one label map."""
+        return (1, *settings.data.voxel_size)
+
+    def on_grid(self, path: Path, settings: Settings, pose: Pose | None = None) -> Tensor:
+        """Return the value with the largest share in each voxel."""
+        return label_values(path, self.s.label_map.num_classes, settings.data, pose)[None]
+
+    def picture(self, part: Tensor) -> Tensor:
+        """Return the label values as (D, H, W) in [0, 1]."""
+        return part[0] / (self.s.label_map.num_classes - 1)
+
+    def hidden(self, part: Tensor) -> Tensor:
+        """Return a map that turns the ControlNet off."""
+        return torch.full_like(part, -1)
 
 
 def label_shares(
@@ -87,16 +132,32 @@ def label_shares(
     adds is background. There it takes the `pose`, if there is one, and voxels are averaged. `grid` divides the
     network's grid.
     """
-    stored, header = read_stored(path)
-    geometry, (d, h, w) = geometry_of(header, s), grid
+    d, h, w = grid
     shares = np.zeros((num_classes, *grid), np.float32)
-    for value in range(1, num_classes):
-        share = _covered(stored, geometry, lambda voxels, value=value: voxels == value) / 2 + 0.5  # type: ignore[misc]
-        share = share if pose is None else pose.apply(share, order=1)
+    for value, share in _shares(path, num_classes, s, pose):
         blocks = share.reshape(d, share.shape[0] // d, h, share.shape[1] // h, w, share.shape[2] // w)
         shares[value] = blocks.mean(axis=(1, 3, 5), dtype=np.float32)
     shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
     return torch.from_numpy(shares)
+
+
+def label_values(path: Path, num_classes: int, s: DataSettings, pose: Pose | None = None) -> Tensor:
+    """Return float32 (D, H, W): the label value with the largest share in each voxel of the network's grid."""
+    values, largest, background = (np.full(s.voxel_size, start, np.float32) for start in (0, 0, 1))
+    for value, share in _shares(path, num_classes, s, pose):
+        values[share > largest] = value
+        largest, background = np.maximum(largest, share), background - share
+    values[background >= largest] = 0
+    return torch.from_numpy(values)
+
+
+def _shares(path: Path, num_classes: int, s: DataSettings, pose: Pose | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each label value but the background, with its share (D, H, W) in the voxels of the network's grid."""
+    stored, header = read_stored(path)
+    geometry = geometry_of(header, s)
+    for value in range(1, num_classes):
+        share = _covered(stored, geometry, lambda voxels, value=value: voxels == value) / 2 + 0.5  # type: ignore[misc]
+        yield value, share if pose is None else pose.apply(share, order=1)
 
 
 def mask_on_grid(path: Path, s: DataSettings, pose: Pose | None = None) -> Tensor:

@@ -251,6 +251,29 @@ def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, ta
 SCRIPT = "scripts/import_checkpoint.py"
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, tmp_path, tmp_path_factory, capsys):
+    run = finished_run(tmp_path_factory)
+    exported, back = tmp_path / f"unet{suffix}", tmp_path / "back"
+    arguments = ["--from", "monai", "--weights", exported, "--config", run / "config.yaml", "--out", back]
+    assert run_here("scripts/export_checkpoint.py", "--weights", run / "ldm.safetensors", "--out", exported) == 0
+    assert run_here(SCRIPT, *arguments) == 0
+    shutil.copy(run / "autoencoder.safetensors", back)
+    (expected, before), (found, after) = (TrainedRun(folder).unet() for folder in (run, back))
+    assert expected.mean_map is not None
+    assert expected.mean_map.any()
+    for key, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[key], value)
+    assert torch.equal(after.normalisation.scale, before.normalisation.scale)
+    assert torch.equal(after.normalisation.mean, before.normalisation.mean)
+    assert (after.spacing_mm, after.lower, after.upper) == (before.spacing_mm, before.lower, before.upper)
+    beside = tmp_path / "unet_sampling.safetensors"
+    state, metadata = load_weights(beside)
+    save_weights(beside, {"mean_map": state["mean_map"]}, metadata)
+    assert run_here(SCRIPT, *arguments) == 2
+    assert "unet_sampling.safetensors: not what was exported beside unet" in capsys.readouterr().err
+
+
 def test_imported_weights_may_be_replaced_and_trained_ones_may_not(tmp_path, tmp_path_factory, capsys):
     run = shutil.copytree(finished_run(tmp_path_factory), tmp_path / "run")
     trained = run / "autoencoder.safetensors"

@@ -23,6 +23,7 @@ from diffusion.conditioning import error_weights
 from diffusion.latents import LatentBatch, Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
+from models.controlnet import binary_code
 from models.volume_codec import VolumeCodec
 from runtime.precision import Precision
 from runtime.processes import Process
@@ -118,6 +119,10 @@ class HeldOut:
             number = self.settings.ldm.conditioning.num_embedded_classes
             assert number is not None, "only networks that embed classes or modalities are given any"
             inputs["class_labels"] = F.one_hot(classes, number).float()
+        control = inputs.pop("control", None)
+        if control is not None:
+            d, h, w = batch.mean.shape[2:]
+            inputs["control"] = F.adaptive_avg_pool3d(binary_code(control), (d, h, w))
         return [part.flatten(1).cpu() for part in inputs.values()]
 
     def weights(self, batch: LatentBatch) -> Tensor | None:
