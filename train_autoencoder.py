@@ -33,11 +33,10 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from memory.watch.memory_watch import MemoryWatch
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
-    from training.checkpoints import ResumableRun, for_ranks
-    from training.finished_weights import ensure_pretrained, export
+    from training.checkpoints import ResumableRun, ensure_pretrained, export, for_ranks
     from training.loop import run_loop
     from training.run_setup import check_run, describe_run, open_run, summarise, warn_of_stage_two
-    from training.validation.autoencoder_validation import validate_autoencoder
+    from training.validation.stages import validate_autoencoder
 
     check_run(configured, is_dry_run)
     with (

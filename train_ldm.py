@@ -34,12 +34,11 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
-    from training.checkpoints import ResumableRun, for_ranks
-    from training.finished_weights import export
+    from training.checkpoints import ResumableRun, export, for_ranks
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
     from training.run_setup import check_run, describe_run, open_run, summarise
-    from training.validation.ldm_validation import LdmValidation, RealVolumes
+    from training.validation.stages import LdmValidation, RealVolumes
 
     check_run(configured, is_dry_run)
     with (

@@ -26,7 +26,7 @@ def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None
     """
     from runtime.processes import Process, processes
     from training.autoencoder_step import AutoencoderStep
-    from training.finished_weights import export
+    from training.checkpoints import export
     from training.run_setup import describe_run, open_run
 
     settings = Settings.model_validate(values)

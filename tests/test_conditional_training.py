@@ -127,7 +127,10 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
     with pytest.raises(DataError, match=r"case_5\.nii\.gz: no partner in ldm\.conditioning\.label_map\.source: maps"):
         train_ldm(config)
     assert run_here("scripts/check_data.py", "--config", config, "--json", "check.json") == 2
-    assert "case_5.nii.gz: no partner" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "8 of 8 volumes can be read and scaled" in said
+    assert "\n1 problem:\n" in said
+    assert "case_5.nii.gz: no partner" in said
     assert len(json.loads(Path("check.json").read_text())["partner_problems"]) == 1
 
 

@@ -30,7 +30,7 @@ from runtime.precision import move
 from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import OCCUPIED_THRESHOLD, AutoencoderTraining
-from training.finished_weights import load_pretrained
+from training.checkpoints import load_pretrained
 from training.guard import FilesOf
 from training.step import TrainingStep
 

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: complete checkpoints that survive a crash, and what may change between two starts.
+"""What a run saves: complete checkpoints that survive a crash, what may change before it resumes, and its weights.
 
 A checkpoint is written to a temporary file, then renamed to a name with its hash.
 """
@@ -10,23 +10,34 @@ import hashlib
 import io
 import json
 import logging
-import re
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from data import DataSplit
+from models.frozen_autoencoder import check_pretrained
+from models.weight_files import load_into, load_texts, load_weights, save_weights
 from runtime.files import RUNS, RunFolder, check_regular, put_in_place, reason, temporary_beside
 from runtime.processes import Process
-from settings import CheckpointError, Settings, TrainingError, known_keys, look_up, restored, stored
+from settings import (
+    AutoencoderSettings,
+    CheckpointError,
+    Settings,
+    TrainingError,
+    known_keys,
+    look_up,
+    restored,
+    stored,
+)
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]{16})\.pt$")
 _PARTS = ("settings", "samples_per_update", "volumes", "networks", "optimizers")
 
 
@@ -99,8 +110,7 @@ class Checkpoints:
 
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint by its name, damaged or not; 0 without one."""
-        names = [_NAME.match(path.name) for path in self._newest_first()[:1]]
-        return max((int(name["step"]) for name in names if name is not None), default=0)
+        return max((_step_and_digest(path)[0] for path in self._newest_first()), default=0)
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return a checkpoint's state on the CPU; never execute code from the file."""
@@ -119,12 +129,13 @@ class Checkpoints:
         return state
 
     def _newest_first(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        names = [(_NAME.match(path.name), path) for path in self.folder.iterdir()]
-        found = [(int(m["step"]), path) for m, path in names if m is not None and m["stage"] == self.stage]
-        by_age = sorted(found, key=lambda entry: (entry[0], entry[1].lstat().st_mtime_ns), reverse=True)
-        return [path for _, path in by_age]
+        paths = self.folder.glob(f"{self.stage}_step_{'[0-9]' * 8}_{'[0-9a-f]' * 16}.pt")
+        return sorted(paths, key=lambda path: (_step_and_digest(path)[0], path.lstat().st_mtime_ns), reverse=True)
+
+
+def _step_and_digest(path: Path) -> tuple[int, str]:
+    *_, step, digest = path.stem.split("_")
+    return int(step), digest
 
 
 def _write(path: Path, state: dict[str, Any]) -> str:
@@ -140,12 +151,10 @@ def _write(path: Path, state: dict[str, Any]) -> str:
 
 def _is_whole(path: Path) -> bool:
     """Return whether the content matches the hash in the name; raise `CheckpointError` if it cannot be read."""
-    match = _NAME.match(path.name)
-    assert match is not None, f"{path.name} is not the name of a checkpoint"
     try:
         check_regular(path)
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
+            return hashlib.file_digest(file, "sha256").hexdigest().startswith(_step_and_digest(path)[1])
     except OSError as error:
         if error.errno == errno.EIO:  # a bad sector: the file is damaged
             return False
@@ -338,3 +347,76 @@ def _accumulation(settings: Settings, stage: str, num_ranks: int) -> int | None:
             "a new run"
         )
     return samples // (size * num_ranks)
+
+
+def ensure_pretrained(autoencoder: AutoencoderSettings) -> None:
+    """Raise `CheckpointError` if the weights to start from cannot be used, before anything slow happens."""
+    if autoencoder.pretrained is not None:
+        path = Path(autoencoder.pretrained)
+        check_pretrained(autoencoder, load_weights(path)[1], path)
+
+
+def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
+    """Load the autoencoder from `path`, and the other networks from files beside it if those exist."""
+    for name, network in networks.items():
+        file = path if name == "autoencoder" else path.with_name(f"{name}.safetensors")
+        if file != path and not file.exists():
+            log.info("%s: not found, so the %s starts from random weights", file, name)
+            continue
+        load_into(network, file)
+        log.info("%s: the %s starts from these weights", file, name)
+
+
+def export(step: TrainingStep, run: RunFolder) -> None:
+    """Write the stage's main network, with averaged weights if there are any, and log the next command."""
+    if step.process.is_rank_zero:
+        path = run.weights(step.stage)
+        # The last step was saved before. A run that goes on later has checkpoints of further steps.
+        _write_weights(step, path, {"step": Checkpoints(run.checkpoints, step.stage, keep=2).newest_step()})
+        log.info("%s: finished weights of stage %s", path, step.stage)
+        log.info("next: %s", step.next_command(run))
+
+
+class BestWeights:
+    """Writes the weights again whenever a validation is better than all before it: by PSNR, or by diffusion loss.
+
+    The file also holds the best value, so a resumed run compares with it. A new run removes the file. A value that is
+    not finite is never the best.
+    """
+
+    def __init__(self, step: TrainingStep, run: RunFolder, first_step: int) -> None:
+        self.step = step
+        self.path = run.best_weights(step.stage)
+        self.name, self.sign = step.best_metric, 1 if step.higher_is_better else -1
+        self.best: float | None = None
+        if step.process.is_rank_zero and first_step == 0:
+            self.path.unlink(missing_ok=True)
+        elif step.process.is_rank_zero and self.path.is_file():
+            try:
+                self.best = load_weights(self.path)[1].get(self.name)
+            except CheckpointError:  # training does not need the file
+                log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
+
+    def __call__(self, done: int, metrics: dict[str, float]) -> None:
+        """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
+        value = metrics.get(self.name)
+        if value is None or not math.isfinite(value) or not self.step.process.is_rank_zero:
+            return
+        if self.best is None or self.sign * value > self.sign * self.best:
+            self.best = value
+            _write_weights(self.step, self.path, {"step": done, self.name: value})
+
+
+def _write_weights(step: TrainingStep, path: Path, facts: dict[str, Any]) -> None:
+    own = {"stage": step.stage, "settings": stored(step.settings), **licence_of(step.stage, step.settings)}
+    with step.inference_weights():
+        save_weights(path, step.network.state_dict(), own | step.metadata | facts)
+
+
+def licence_of(stage: str, settings: Settings) -> dict[str, str]:
+    """Return the licence of the weights that a run was fine-tuned from, if they name one."""
+    section = settings.autoencoder if stage == "autoencoder" else settings.ldm
+    if section.pretrained is None or not Path(section.pretrained).is_file():
+        return {}
+    licence = load_texts(Path(section.pretrained)).get("licence")
+    return {} if licence is None else {"licence": licence}

@@ -97,8 +97,8 @@ class Guard:
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
             suspects = range(self._num_micro_batches) if micro_batch == UNSET else [micro_batch]
-            files_of = self.files_of or (lambda step, number: ())
-            names = dict.fromkeys(printable(name) for number in suspects for name in files_of(step, number))
+            files = [self.files_of(step, number) for number in suspects] if self.files_of else []
+            names = dict.fromkeys(printable(name) for some in files for name in some)
             among = " one of" if len(names) > 1 else ""
             volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(

@@ -7,11 +7,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from training.checkpoints import ResumableRun
-from training.finished_weights import BestWeights
+from training.checkpoints import BestWeights, ResumableRun
 from training.recording import Recorder, RunClock
 
 log = logging.getLogger(__name__)
@@ -110,9 +109,7 @@ class StopSignal:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

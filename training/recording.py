@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -166,9 +165,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.process.is_rank_zero:
             if self._bar is not None:
                 self._bar.close()
@@ -188,40 +185,34 @@ class Recorder:
 
     def log(self, step: int, **extra: float) -> None:
         """Write the means since the last call, and the values in `extra` as they are; wait for the device."""
-        names = list(self._sums)
-        means = torch.stack([self._sums[name].float() / self._counts[name] for name in names]).double().cpu()
+        means = torch.stack([total.float() / self._counts[name] for name, total in self._sums.items()]).double().cpu()
         means = self.process.sum(means) / self.process.world_size
         now = time.perf_counter()
-        line = {name: float(value) for name, value in zip(names, means, strict=True)}
+        line = dict(zip(self._sums, means.tolist(), strict=True))
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
         line[_WAITING] = self._waited / (now - self._since)
-        self._waited = 0.0
         line |= extra
         self.clock.mark(step)
-        self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
+        self._sums, self._counts, self._samples, self._waited, self._since = {}, {}, 0, 0.0, now
         self.write(step, line)
         if self.process.is_rank_zero:
             self._show(step, line)
 
     def _show(self, step: int, line: dict[str, float]) -> None:
-        """Show the bar's figures, and log a plain line with them for those who have no bar."""
-        loss = f"{line.get('reconstruction', line.get('diffusion', float('nan'))):.4g}"
-        peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
-        waiting = f"{line[_WAITING]:.0%}" if line[_WAITING] > LARGEST_WAIT else ""
-        left, speed = "" if step == self.clock.last_step else self.clock.text(step), self.clock.seconds_per_step
+        """Show the figures beside the bar, and log a plain line with them for those who have no bar."""
+        figures = [f"loss {line.get('reconstruction', line.get('diffusion', float('nan'))):.4g}"]
+        if speed := self.clock.seconds_per_step:
+            figures.append(f"{speed:.3g} s per step")
+        if step != self.clock.last_step and (left := self.clock.text(step)):
+            figures.append(f"{left} left")
+        if (peak := line.get("memory_peak_gib", line.get("host_memory_peak_gib"))) is not None:
+            figures.append(f"peak {peak:.2f} GiB")
+        if (waiting := line[_WAITING]) > LARGEST_WAIT:
+            figures.append(f"{waiting:.0%} of the time waiting for data: raise data.num_workers")
         of = "" if self.clock.last_step is None else f"/{self.clock.last_step}"
-        words = [
-            f"{self.stage} step {step}{of}: loss {loss}",
-            f"{speed:.3g} s per step" if speed else "",
-            f"{left} left" if left else "",
-            f"peak {peak:.2f} GiB" if peak is not None else "",
-            f"{waiting} of the time waiting for data: raise data.num_workers" if waiting else "",
-        ]
-        step_lines.info("%s", ", ".join(filter(None, words)))
+        step_lines.info("%s step %d%s: %s", self.stage, step, of, ", ".join(figures))
         if self._bar is not None:
-            shown = {"left": left, "loss": loss, "vol/s": f"{line[_THROUGHPUT]:.4g}", "waiting for data": waiting}
-            shown["peak GiB"] = f"{peak:.4g}" if peak is not None else ""
-            self._bar.set_postfix({name: value for name, value in shown.items() if value})
+            self._bar.set_postfix_str(", ".join(figures))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the values of one step to metrics.jsonl and TensorBoard, and when that was.

@@ -35,8 +35,7 @@ from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Predict
 from runtime.cli import OUT_OF_MEMORY
 from runtime.files import printable
 from settings import ConfigError, DataSettings, Problem, Settings, UserError, dump_short, validate
-from settings.section import assign
-from settings.section import value_text
+from settings.section import assign, value_text
 
 LEAST_WIDTH = 16
 """Narrower networks are chosen only for sets that support no more, or to keep to the hours."""

@@ -57,8 +57,8 @@ from settings import Settings
 from settings.ldm import NUM_PREVIEWS
 from training.optimization import Updater
 from training.step import TrainingStep
-from training.validation.autoencoder_validation import reconstruct_and_measure
 from training.validation.skill import NUM_LEVELS, HeldOut
+from training.validation.stages import reconstruct_and_measure
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too

@@ -19,8 +19,8 @@ from runtime.randomness import SampleNoise
 from tests.diffusion.test_noise_process import alpha_bar
 from tests.training.steps import CPU, ldm_step
 from training.ldm_step import LatentDiffusionStep
-from training.validation.ldm_validation import LdmValidation, sample_preview
 from training.validation.skill import NUM_LEVELS
+from training.validation.stages import LdmValidation, sample_preview
 
 SCALE = 0.25
 

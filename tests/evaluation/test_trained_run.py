@@ -29,8 +29,7 @@ from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings, load_settings, stored
 from tests.finished_run import finished_run, run_here
 from training.autoencoder_step import AutoencoderStep
-from training.checkpoints import Checkpoints
-from training.finished_weights import BestWeights, export
+from training.checkpoints import BestWeights, Checkpoints, export
 from training.ldm_step import LatentDiffusionStep
 
 CPU = torch.device("cpu")

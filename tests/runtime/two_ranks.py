@@ -23,10 +23,10 @@ from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
 from tests.training.steps import gradients
 from training.autoencoder_step import AutoencoderStep
-from training.finished_weights import export
+from training.checkpoints import export
 from training.ldm_step import LatentDiffusionStep
-from training.validation.autoencoder_validation import validate_autoencoder
 from training.validation.skill import Skill
+from training.validation.stages import validate_autoencoder
 
 STEP = 3  # the discriminator takes part
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -17,17 +16,11 @@ import pytest
 
 from data.formats import write_nifti
 from settings import load_settings
+from tests.conftest import ROOT
 from tests.data.test_dicom import write_series
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.finished_run import run_here
 
 ARGUMENTS = [str(ROOT / "scripts/check_data.py"), "--config", str(ROOT / "configs/quickstart.yaml")]
-
-
-def check(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *ARGUMENTS, *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def write_arrays(folder: Path, shapes: list[tuple[int, ...]]) -> None:
@@ -40,15 +33,7 @@ def write_arrays(folder: Path, shapes: list[tuple[int, ...]]) -> None:
 def check_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run the command in this process, which has imported torch already, and return its exit code."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*overrides: str) -> int:
-        monkeypatch.setattr(sys, "argv", [*ARGUMENTS, *overrides])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(ARGUMENTS[0], run_name="__main__")
-        assert isinstance(end.value.code, int)
-        return end.value.code
-
-    return run
+    return lambda *overrides: run_here(*ARGUMENTS, *overrides)
 
 
 def write_volumes(folder: Path) -> None:
@@ -57,9 +42,10 @@ def write_volumes(folder: Path) -> None:
         write_nifti(folder / f"{name}.nii.gz", rng.normal(100, 20, (1, 10, 12, 14)).astype(np.float32), np.eye(4))
 
 
-def test_good_volumes_are_listed_with_a_summary(check_here, tmp_path, capsys):
-    write_volumes(tmp_path / "volumes")
-    assert check_here("data.source=volumes") == 0
+def test_good_volumes_are_listed_with_a_summary_and_a_next_command_that_a_shell_reads(check_here, tmp_path, capsys):
+    write_volumes(tmp_path / "my volumes")
+    overrides = ["data.source=my volumes", "data.group_by=(.*)[.]nii"]
+    assert check_here(*overrides) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
     assert lines[0].split()[:3] == ["volume", "class", "shape"]
@@ -67,42 +53,25 @@ def test_good_volumes_are_listed_with_a_summary(check_here, tmp_path, capsys):
     assert "3 volumes, no problem" in output.out
     assert "classes: ill (2), well (1)" in output.out
     assert "preparing 3 volumes once" in output.err
-
-
-def test_next_command_can_be_pasted_into_a_shell(check_here, tmp_path, capsys):
-    write_volumes(tmp_path / "my volumes")
-    overrides = ["data.source=my volumes", "data.group_by=(.*)[.]nii"]
-    assert check_here(*overrides) == 0
-    following = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    following = lines[-1].removeprefix("next: ")
     assert shlex.split(following) == ["python", "train_autoencoder.py", *ARGUMENTS[1:], *overrides]
 
 
-def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path):
+def test_every_problem_is_listed_and_the_exit_code_is_2(check_here, tmp_path, capsys):
     write_volumes(tmp_path / "volumes")
     (tmp_path / "volumes/ill/a.nii.gz").write_text("text")
     np.save(tmp_path / "volumes/well/flat.npy", np.ones((4, 4, 4)))
     (tmp_path / "volumes/dataset.json").write_text(
         json.dumps({"training": ["ill/a.nii.gz", "well/c.nii.gz", "well/flat.npy", "well/gone.nii"]})
     )
-    result = check(tmp_path, "data.source=volumes/dataset.json")
-    assert result.returncode == 2
-    assert "1 of 4 volumes can be read and scaled" in result.stdout
-    assert "\n3 problems:\n" in result.stdout
-    assert "ill/a.nii.gz: cannot be read as .nii.gz" in result.stdout
-    assert "well/flat.npy: channel 0 is 1 at both" in result.stdout
-    assert "well/gone.nii: no such file" in result.stdout
-    assert "Traceback" not in result.stderr
-
-
-def test_volumes_without_partners_are_not_said_to_be_without_problem(check_here, tmp_path, capsys):
-    write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
-    write_arrays(tmp_path / "maps", [(32, 32, 32)] * 2)
-    labels = [f"ldm.conditioning.label_map.{value}" for value in ("source=maps", "num_classes=256")]
-    assert check_here("data.source=all", *labels) == 2
-    said = capsys.readouterr().out
-    assert "5 of 5 volumes can be read and scaled" in said
-    assert "\n3 problems:\n" in said
-    assert "without a problem" not in said
+    assert check_here("data.source=volumes/dataset.json") == 2
+    said = capsys.readouterr()
+    assert "1 of 4 volumes can be read and scaled" in said.out
+    assert "\n3 problems:\n" in said.out
+    assert "ill/a.nii.gz: cannot be read as .nii.gz" in said.out
+    assert "well/flat.npy: channel 0 is 1 at both" in said.out
+    assert "well/gone.nii: no such file" in said.out
+    assert "Traceback" not in said.err
 
 
 @pytest.mark.parametrize(
@@ -220,13 +189,8 @@ def test_a_folder_as_people_have_them_is_understood(check_here, tmp_path, capsys
     assert check_here("data.source=all", "data.frame=0", "--json", "found.json") == 0
     said = capsys.readouterr().out
     lines = [line.strip() for line in said.splitlines()]
-    assert (
-        sum(
-            "and 8 more: left out, a label map by the name of its folder; rename it, or list it" in line
-            for line in lines
-        )
-        == 1
-    )
+    by_folder = "and 8 more: left out, a label map by the name of its folder; rename it, or list it"
+    assert sum(by_folder in line for line in lines) == 1
     assert sum("left out, a localizer (1 image), not a volume" in line for line in lines) == 1
     assert "14 volumes, no problem" in said
     unusual = [line.split(":")[0] for line in lines if ", median " in line]

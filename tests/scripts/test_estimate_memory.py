@@ -5,39 +5,34 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from memory.predict.step import predict_step
 from settings import load_settings
+from tests.conftest import ROOT
+from tests.finished_run import run_here
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = [
     *("data.voxel_size=[16,16,16]", "data.patch_size=null"),
     *("autoencoder.num_channels=[8,8,8]", "autoencoder.attention_levels=[false,false,true]"),
 ]
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "scripts/estimate_memory.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
-    )
-
-
-def test_estimate_prints_a_table_and_writes_json(tmp_path):
+def test_estimate_prints_a_table_and_writes_json(tmp_path, capsys):
     path = tmp_path / "estimate.json"
-    done = run("--config", "configs/quickstart.yaml", "--json", path, *SMALL)
-    assert done.returncode == 0, done.stderr
+    given = ["--config", ROOT / "configs/quickstart.yaml", "--json", path, *SMALL]
+    assert run_here("scripts/estimate_memory.py", *given) == 0
+    said = capsys.readouterr().out
     for part in ("allocated by tensors", "reserved, expandable segments", "autoencoder.decoder", "Not predicted"):
-        assert part in done.stdout
+        assert part in said
     values = json.loads(path.read_text())
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "phase", "breakdown", "flops", "seconds")
     more = ("required_bytes", "workspace_bytes", "traffic_bytes", "kernels", "seconds_per_step", "hours", "phase_peaks")
     assert all(key in values for key in (*keys, *more))
     assert {"forward", "backward", "recompute"} <= set(values["flops"])
     assert {"parameters", "gradients", "optimizer", "activations", "other"} <= set(values["breakdown"])
-    assert values["phase"] in done.stdout
+    assert values["phase"] in said
 
 
 def test_every_command_needs_the_same_memory_of_a_cpu(tmp_path):
@@ -69,25 +64,22 @@ def test_every_command_needs_the_same_memory_of_a_cpu(tmp_path):
         assert "A100" not in text
 
 
-def test_wrong_config_ends_with_code_2_and_no_traceback():
-    done = run("--config", "configs/quickstart.yaml", "autoencoder.training.slab_row=8")
-    assert done.returncode == 2
-    assert "slab_rows" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("target", ["", "configs"])
-def test_impossible_output_is_refused_before_anything_is_predicted(target):
-    done = run("--config", "configs/quickstart.yaml", "--json", target)
-    assert done.returncode == 2
-    assert "error: --json: " in done.stderr
-    assert done.stdout == ""
-
-
-def test_enormous_grid_is_refused_at_once():
-    done = run("--config", "configs/quickstart.yaml", "data.voxel_size=[1000000000,1000000000,1000000000]")
-    assert done.returncode == 2
-    assert "allowed: a list whose entries are each at most 65536" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["autoencoder.training.slab_row=8"], "did you mean autoencoder.training.slab_rows?"),
+        (["data.voxel_size=[1000000000,1000000000,1000000000]"], "a list whose entries are each at most 65536"),
+        (["--json", ""], "error: --json: "),
+        (["--json", "configs"], "error: --json: "),
+        (["--gpus", "0"], "error: --gpus: found 0; allowed: 1 to 4096"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_predicted(arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run_here("scripts/estimate_memory.py", "--config", "configs/quickstart.yaml", *arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def table_in_readme():

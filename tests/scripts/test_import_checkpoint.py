@@ -18,8 +18,7 @@ from runtime.cli import run
 from scripts import export_checkpoint, import_checkpoint
 from settings import Settings, load_settings, stored
 from tests.finished_run import finished_run, run_here
-from training.checkpoints import Checkpoints
-from training.finished_weights import licence_of
+from training.checkpoints import Checkpoints, licence_of
 
 SHAPE = {
     "spatial_dims": 3,

@@ -4,17 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import GIB
-from runtime import cli
 from scripts import oom_ladder
 from settings import load_settings
+from tests.conftest import ROOT
+from tests.finished_run import run_here
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = [
     *("data.voxel_size=[32,32,32]", "autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,false]"),
     *("autoencoder.training.batch_size=4", "autoencoder.training.use_gradient_checkpointing=false"),
@@ -30,13 +29,16 @@ def run(*arguments):
 
 
 def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
-    report, config = tmp_path / "ladder.json", tmp_path / "fits.yaml"
+    """Also if the name of the given config might leave the comment that says it."""
+    source = tmp_path / os.fsdecode(b"odd\xff\nseed: 12345.yaml")
+    source.write_text((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
+    report, config = tmp_path / "ladder.json", tmp_path / "new ones" / "fits.yaml"
     # The context takes 0.5 GiB and validation 50 MiB; this leaves room for them, but not for the step as configured.
-    done = run(
-        *("--config", "configs/quickstart.yaml", "--budget-gb", 0.565, "--json", report, "--write-config", config),
-        *SMALL,
-    )
+    given = ("--config", source, "--budget-gb", 0.565, "--json", report, "--write-config", config, "name=odd")
+    done = run("--quiet", *given, *SMALL)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"next: python train_autoencoder.py --config '{config}'"
+    assert r"odd\udcff\nseed: 12345.yaml" in config.read_text(encoding="utf-8").splitlines()[0]
     values = json.loads(report.read_text())
     rungs = {rung["name"]: rung for rung in values["rungs"]}
     recommended = rungs[values["recommended"]]
@@ -45,9 +47,9 @@ def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
     assert recommended["same_mathematics"]
     assert recommended["peak_reserved_bytes"] + GIB // 2 <= 0.565 * GIB
     assert f"Recommended: {values['recommended']}" in done.stdout
-    written = load_settings(config)
-    accumulation = load_settings(ROOT / "configs/quickstart.yaml").autoencoder.training.gradient_accumulation_steps
-    assert written.autoencoder.training.samples_per_rank == 4 * accumulation
+    written, preset = load_settings(config), load_settings(ROOT / "configs/quickstart.yaml")
+    accumulation = preset.autoencoder.training.gradient_accumulation_steps
+    assert (written.seed, written.autoencoder.training.samples_per_rank) == (preset.seed, 4 * accumulation)
     assert "same mathematics" in config.read_text()
 
 
@@ -73,25 +75,9 @@ def test_budget_out_of_reach_ends_with_code_3_and_the_smallest():
 )
 def test_wrong_input_is_refused_before_anything_is_predicted(arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    try:
-        given = ["--config", "configs/quickstart.yaml", "--budget-gb", "8", *arguments]
-        code: object = cli.run(oom_ladder.main, oom_ladder.parse(given))
-    except SystemExit as end:  # argparse has read the arguments
-        code = end.code
-    assert code == 2
+    given = ["--config", "configs/quickstart.yaml", "--budget-gb", "8", *arguments]
+    assert run_here("scripts/oom_ladder.py", *given) == 2
     assert message in capsys.readouterr().err
-
-
-def test_name_of_the_config_cannot_leave_the_comment_of_the_written_one(tmp_path):
-    source = tmp_path / os.fsdecode(b"odd\xff\nseed: 12345.yaml")
-    source.write_text((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
-    written = tmp_path / "new ones" / "fits.yaml"
-    arguments = ["--quiet", "--config", source, "--budget-gb", 500, "--write-config", written, "name=odd", *SMALL]
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"next: python train_autoencoder.py --config '{written}'"
-    assert r"odd\udcff\nseed: 12345.yaml" in written.read_text(encoding="utf-8").splitlines()[0]
-    assert load_settings(written).seed == load_settings(ROOT / "configs/quickstart.yaml").seed
 
 
 @pytest.mark.slow

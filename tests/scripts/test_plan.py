@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,10 @@ import pytest
 from data.formats import write_nifti
 from memory.predict import Predictor
 from memory.predict.prediction import GIB
-from runtime.cli import run
 from scripts import plan
 from settings import ConfigError, load_settings
+from tests.finished_run import run_here
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # Both widths are given, so two predictions are enough.
 SMALL = (
     *("autoencoder.num_channels=[8,16]", "autoencoder.training.discriminator.num_channels=8"),
@@ -38,7 +35,7 @@ def volumes(tmp_path: Path) -> Path:
 def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["--quiet", "--data", "volumes", "--budget-gb", "6", "--out", "configs/mine.yaml"]
-    assert run(plan.main, plan.parse([*options, *SMALL])) == 0
+    assert run_here("scripts/plan.py", *options, *SMALL) == 0
     printed = capsys.readouterr().out
     assert "next: python train_autoencoder.py --config configs/mine.yaml --dry-run" in printed
     settings = load_settings("configs/mine.yaml", stage="ldm")
@@ -51,11 +48,10 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     assert f"stage 1 {needed / GIB:.1f} GiB (" in printed
 
 
-def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes):
-    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--data", str(volumes), "--budget-gb", "0.1", *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 3
-    assert re.search(r"(?m)^error: --budget-gb: nothing fits 0\.1 GiB", done.stderr)
+def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_here("scripts/plan.py", "--data", volumes, "--budget-gb", "0.1", *SMALL) == 3
+    assert re.search(r"(?m)^error: --budget-gb: nothing fits 0\.1 GiB", capsys.readouterr().err)
 
 
 def test_sections_that_are_given_count_as_their_keys():
@@ -86,24 +82,19 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_pat
     (tmp_path / "configs").mkdir()
     (tmp_path / "nowhere").mkdir()
     (tmp_path / "other.yaml").write_text("name: other\n")
-    try:
-        code: object = run(plan.main, plan.parse(["--data", "nowhere", *arguments]))
-    except SystemExit as end:  # argparse has read the arguments
-        code = end.code
-    assert code == 2
+    assert run_here("scripts/plan.py", "--data", "nowhere", *arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["configs", "nowhere", "other.yaml"], (
-        "nothing was written"
-    )
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert names == ["configs", "nowhere", "other.yaml"], "nothing was written"
 
 
 def test_volumes_that_do_not_fit_are_refused(tmp_path, volumes, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = ["--data", str(volumes), "--budget-gb", "8", *SMALL, "autoencoder.in_channels=3"]
-    assert run(plan.main, plan.parse(command)) == 2
+    command = ["scripts/plan.py", "--budget-gb", "8", *SMALL]
+    assert run_here(*command, "--data", volumes, "autoencoder.in_channels=3") == 2
     assert "1 channel (18 x 16 x 17); autoencoder.in_channels is 3; change one of the two" in capsys.readouterr().err
     shutil.rmtree(volumes)
-    assert run(plan.main, plan.parse(["--data", str(tmp_path), "--budget-gb", "8"])) == 2
+    assert run_here(*command, "--data", tmp_path) == 2
     assert "holds no volume" in capsys.readouterr().err

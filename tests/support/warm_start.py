@@ -29,8 +29,8 @@ class WarmStart:
         self._context.set_forkserver_preload(
             [
                 "memory.watch.memory_watch",
-                "training.validation.autoencoder_validation",
-                "training.validation.ldm_validation",
+                "training.validation.stages",
+                "training.validation.stages",
                 "torch.utils.tensorboard",
                 "evaluation.trained_run",
                 "evaluation.quality",

@@ -146,7 +146,7 @@ def test_mixed_precision_runs_in_the_type_asked_for_and_scales_what_must_be_scal
     seen: set[torch.dtype] = set()
     blocks = step.autoencoder.decoder.blocks
     blocks[0].register_forward_hook(lambda module, arguments, output: seen.add(output.dtype))
-    batches = make_batches(step, 1, 2)
+    batches = make_batches(step, 1, 1)
     with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
         step.backward(batches, 0)
     assert seen == {getattr(torch, amp_dtype)}
@@ -159,16 +159,3 @@ def test_mixed_precision_runs_in_the_type_asked_for_and_scales_what_must_be_scal
     exact.backward(batches, 0)
     found, expected = gradient_vector(step.autoencoder) / scale, gradient_vector(exact.autoencoder)
     assert (found - expected).norm() < 0.1 * expected.norm()
-
-
-def test_the_gradient_scaler_adapts_and_its_state_is_resumed(tiny_values):
-    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
-    step, resumed = (make_step(tiny_values, adversarial_weight=0.0) for _ in range(2))
-    with torch.backends.mkldnn.flags(enabled=False):
-        step(make_batches(step, 1, 2), 0)
-        step.backward(make_batches(step, 1, 1), 1)
-    next(step.autoencoder.parameters()).grad.fill_(float("inf"))
-    step.update(1)
-    assert step.precision.scaler.get_scale() == 32768.0
-    resumed.load_state_dict(copy.deepcopy(step.state_dict()))
-    assert resumed.precision.scaler.get_scale() == 32768.0

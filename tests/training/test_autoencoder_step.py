@@ -14,6 +14,8 @@ from tests.training.steps import CPU, autoencoder_step, make_batches
 from training import autoencoder_step as module
 from training.autoencoder_step import AutoencoderStep
 
+FLOAT16 = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and_file(tiny_values, optimizer):
@@ -47,13 +49,13 @@ def test_a_discriminator_that_is_not_finite_keeps_both_networks_still(tiny_value
     """In float16 an infinite gradient is an overflow, but an infinite loss is not."""
     what = "discriminator_real" if is_float16 else "discriminator gradient"
     if is_float16:
-        tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+        tiny_values["device"] = FLOAT16
         real = module.discriminator_loss_real
         monkeypatch.setattr(module, "discriminator_loss_real", lambda logits: real(logits) + float("inf"))
     step = autoencoder_step(tiny_values, adversarial_start_step=0)
     before = copy.deepcopy(step.state_dict())
     with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
-        step.backward(make_batches(step, 2), 0)
+        step.backward(make_batches(step, 1, 1), 0)
     if not is_float16:
         overflow(step.discriminator)
     assert torch.isfinite(step.update(0)["autoencoder_gradient_norm"])
@@ -63,11 +65,11 @@ def test_a_discriminator_that_is_not_finite_keeps_both_networks_still(tiny_value
 
 
 def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
-    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+    tiny_values["device"] = FLOAT16
     step = autoencoder_step(tiny_values, adversarial_start_step=0)
     before = copy.deepcopy(step.state_dict()["networks"])
     with torch.backends.mkldnn.flags(enabled=False):
-        step.backward(make_batches(step, 2), 0)
+        step.backward(make_batches(step, 1, 1), 0)
     overflow(step.discriminator)
     step.update(0)
     after = step.state_dict()["networks"]
@@ -76,20 +78,20 @@ def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
     step.guard.raise_if_bad()
 
 
-def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_values, monkeypatch):
+def test_float16_overflow_skips_the_step_halves_the_scale_and_many_in_a_row_stop_the_run(tiny_values, monkeypatch):
     monkeypatch.setattr("training.guard.MAX_SKIPPED_STEPS", 3)
-    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
-    step = autoencoder_step(tiny_values, adversarial_weight=0.0)
-    scale = step.precision.scaler.get_scale()
+    tiny_values["device"] = FLOAT16
+    step, resumed = (autoencoder_step(tiny_values, adversarial_weight=0.0) for _ in range(2))
     before = copy.deepcopy(step.state_dict()["networks"])
     for number in range(3):
         step.guard.raise_if_bad()
         with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
-            step.backward(make_batches(step, 2), number)
-        next(step.autoencoder.parameters()).grad.fill_(float("inf"))
+            step.backward(make_batches(step, 1, 1), number)
+        overflow(step.autoencoder)
         step.update(number)
     torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
-    assert step.precision.scaler.get_scale() < scale
+    resumed.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert step.precision.scaler.get_scale() == resumed.precision.scaler.get_scale() == 2.0**13
     with pytest.raises(TrainingError, match="3 steps in a row overflowed in float16"):
         step.guard.raise_if_bad()
 

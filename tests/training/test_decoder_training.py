@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,15 @@ from memory.predict.step import tracked_step
 from models.frozen_autoencoder import latents_digest, weights_digest
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights, save_weights
-from runtime.processes import Process
-from settings import CheckpointError, Settings
+from settings import CheckpointError
 from tests.finished_run import export_autoencoder, run_here, train_ldm
-from tests.training.steps import gradients, make_batches
+from tests.training.steps import autoencoder_step, gradients, ldm_step, make_batches
 from training.autoencoder_step import AutoencoderStep
-from training.ldm_step import LatentDiffusionStep
-
-CPU = Process(torch.device("cpu"))
-
-
-def settings_of(values: dict[str, Any], trainable: str = "decoder", **training: Any) -> Settings:
-    values = copy.deepcopy(values)
-    values["autoencoder"]["training"].update({"trainable": trainable, "adversarial_weight": 0.0, **training})
-    values["autoencoder"]["pretrained"] = "given.safetensors"
-    return Settings.model_validate(values)
 
 
 def step_of(values: dict[str, Any], trainable: str = "decoder", **training: Any) -> AutoencoderStep:
-    return AutoencoderStep(settings_of(values, trainable, **training), CPU, load_weights=False)
+    values["autoencoder"]["pretrained"] = "given.safetensors"
+    return autoencoder_step(values, trainable=trainable, adversarial_weight=0.0, **training)
 
 
 @pytest.mark.parametrize("implementation", ["lean", "monai"])
@@ -70,7 +59,7 @@ def test_the_encoder_keeps_its_weights_and_has_no_optimizer_state_and_no_average
 
 def test_the_predicted_step_holds_no_activation_of_the_encoder(tiny_values):
     def kept(trainable: str) -> tuple[int, int]:
-        with tracked_step(settings_of(tiny_values, trainable), "autoencoder") as (_, tracker):
+        with tracked_step(step_of(tiny_values, trainable).settings, "autoencoder") as (_, tracker):
             pass
         of_encoder = [a.nbytes for a in tracker.alive_at_peak() if a.module.startswith("autoencoder.encoder")]
         return sum(of_encoder), tracker.peak["device"]
@@ -92,33 +81,20 @@ def test_the_digest_of_latents_follows_every_weight_of_the_encoder_only(tiny_val
             parameter.copy_(before)
 
 
-def fine_tune(path: Path) -> None:
-    """Change the decoder of a weight file, as fine-tuning would."""
-    state, metadata = load_weights(path)
-    changed = {
-        name: tensor if name.startswith(ENCODER_PARTS) else tensor + 1e-2 * torch.ones_like(tensor)
-        for name, tensor in state.items()
-    }
-    save_weights(path, changed, metadata)
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch, tiny_values) -> Path:
-    """A folder in which both stages are finished after one step."""
+def test_stage_two_accepts_a_fine_tuned_decoder_elsewhere_and_needs_no_new_latents(
+    tiny_values, tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
-    tiny_values["ldm"]["training"]["max_steps"] = 1
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny_values))
+    config = Path("tiny.yaml")
+    config.write_text(yaml.safe_dump(tiny_values))
     export_autoencoder(tiny_values)
-    assert train_ldm(path) == 0
-    return path
-
-
-def test_stage_two_accepts_a_fine_tuned_decoder_elsewhere_and_needs_no_new_latents(config, tmp_path, caplog):
+    assert train_ldm(config, "ldm.training.max_steps=1") == 0
     caplog.set_level("INFO")
-    fine_tuned = tmp_path / "fine_tuned.safetensors"
-    Path("runs/tiny/autoencoder.safetensors").rename(fine_tuned)
-    fine_tune(fine_tuned)
+    own, fine_tuned = Path("runs/tiny/autoencoder.safetensors"), tmp_path / "fine_tuned.safetensors"
+    state, metadata = load_weights(own)
+    changed = {name: tensor + 1e-2 * (not name.startswith(ENCODER_PARTS)) for name, tensor in state.items()}
+    save_weights(fine_tuned, changed, metadata)
+    own.unlink()
     assert train_ldm(config, "ldm.training.max_steps=2", f"ldm.autoencoder={fine_tuned}") == 0
     assert "latents: 6 of 6 found" in caplog.text
     assert "resuming ldm after step 1" in caplog.text
@@ -126,8 +102,7 @@ def test_stage_two_accepts_a_fine_tuned_decoder_elsewhere_and_needs_no_new_laten
 
 
 def test_a_run_with_pixel_loss_is_not_resumed_with_another_decoder(tiny_values):
-    tiny_values["ldm"]["training"]["pixel_loss"] = {"weight": 1.0}
-    step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
+    step = ldm_step(tiny_values, training={"pixel_loss": {"weight": 1.0}})
     state = step.state_dict()
     assert state["autoencoder"] == weights_digest(step.autoencoder)
     step.load_state_dict(state)

@@ -128,28 +128,22 @@ def waits(step: Any, number: int, also: Callable[[dict[str, Tensor]], None] = la
     return record.found
 
 
-FP16 = {"mixed_precision": True, "amp_dtype": "float16"}
+FP16 = {"device": {"mixed_precision": True, "amp_dtype": "float16"}}
 ADVERSARIAL_START = 4
+AVERAGED = {"ema_decay": 0.99, "max_grad_norm": 0.0, "warmup_steps": 2, "learning_rate_decay": "cosine"}
+PERCEPTUAL = {"use_perceptual_loss": True, "perceptual": {"network": "structural"}}
+CLASSES = {"conditioning": {"type": "class", "num_classes": 3}}
+VOLUMES = {"latents": {"cache": "none"}, "scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}}
 
-STAGE_1: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16, scaled gradients": {"device": FP16},
-    "averaged weights, no clipping": {"ema_decay": 0.99, "max_grad_norm": 0.0},
-    "checkpointed": {"use_gradient_checkpointing": True},
-    "slabs": {"use_gradient_checkpointing": True, "slab_rows": 8},
-    "perceptual": {"use_perceptual_loss": True, "perceptual": {"network": "structural"}},
-    "codebook": {"bottleneck": "vq"},
-    "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine"},
-}
-STAGE_2: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16, scaled gradients": {"device": FP16},
-    "averaged weights, no clipping": {"ema_decay": 0.99, "max_grad_norm": 0.0},
-    "checkpointed": {"use_gradient_checkpointing": True},
-    "pixel loss": {"pixel_loss": {"weight": 0.5}},
-    "classes": {"conditioning": {"type": "class", "num_classes": 3}},
-    "rectified flow": {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
-    "volumes, not latents": {"latents": {"cache": "none"}},
+# What is found names its line, so one case may have several options.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 1": ("autoencoder", {}),
+    "stage 1, fp16, averaged": ("autoencoder", FP16 | AVERAGED),
+    "stage 1, checkpointed, codebook": ("autoencoder", {"use_gradient_checkpointing": True, "bottleneck": "vq"}),
+    "stage 1, slabs": ("autoencoder", {"use_gradient_checkpointing": True, "slab_rows": 8, **PERCEPTUAL}),
+    "stage 2": ("ldm", CLASSES),
+    "stage 2, fp16, averaged": ("ldm", FP16 | AVERAGED | {"pixel_loss": {"weight": 0.5}}),
+    "stage 2, volumes, checkpointed": ("ldm", VOLUMES | {"use_gradient_checkpointing": True}),
 }
 
 
@@ -174,25 +168,14 @@ def step_of(values: dict[str, Any], stage: str, changes: dict[str, Any]) -> Any:
     return build(Settings.model_validate(values), stage)
 
 
-@pytest.mark.parametrize("changes", STAGE_1.values(), ids=STAGE_1)
-def test_stage_1_never_waits(tiny_values, changes):
-    assert waits(step_of(tiny_values, "autoencoder", changes), ADVERSARIAL_START) == []
+@pytest.mark.parametrize(("stage", "changes"), CASES.values(), ids=CASES)
+def test_a_step_never_waits(tiny_values, stage, changes):
+    assert waits(step_of(tiny_values, stage, changes), ADVERSARIAL_START) == []
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16, scaled gradients"])
-def test_stage_1_never_waits_before_the_discriminator_takes_part(tiny_values, name):
-    step = step_of(tiny_values, "autoencoder", STAGE_1[name])
+@pytest.mark.parametrize("changes", [{}, FP16])
+def test_neither_a_step_without_the_discriminator_nor_the_recorder_waits(tiny_values, tmp_path, changes):
+    step = step_of(tiny_values, "autoencoder", changes)
     assert not step.is_adversarial(1)
-    assert waits(step, 0) == []
-
-
-@pytest.mark.parametrize("changes", STAGE_2.values(), ids=STAGE_2)
-def test_stage_2_never_waits(tiny_values, changes):
-    assert waits(step_of(tiny_values, "ldm", changes), 0) == []
-
-
-def test_recorder_never_waits_between_log_lines(tiny_values, tmp_path):
-    step = step_of(tiny_values, "autoencoder", {})
-    run = RunFolder(tmp_path)
-    with Recorder(run, "autoencoder", Process(DEVICE), RunClock(0, 8)) as recorder:
+    with Recorder(RunFolder(tmp_path), "autoencoder", Process(DEVICE), RunClock(0, 8)) as recorder:
         assert waits(step, 0, lambda terms: recorder.add(terms, 1)) == []

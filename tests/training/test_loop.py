@@ -17,17 +17,12 @@ from safetensors.torch import load_file
 
 import evaluation.report
 import training.optimization
-import training.validation.autoencoder_validation
-import training.validation.ldm_validation
 from runtime.cli import INTERRUPTED, OUT_OF_MEMORY
 from runtime.processes import Process
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
+from training.validation import stages
 
-VALIDATE = {
-    "autoencoder": (training.validation.autoencoder_validation, "validate_autoencoder"),
-    "ldm": (training.validation.ldm_validation.LdmValidation, "__call__"),
-}
 RUN = Path("runs") / "tiny"
 Train = Callable[..., int]
 
@@ -48,14 +43,18 @@ def made(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, tiny_values, made) -> Train:
-    """Train six steps of a stage that is validated after each third, and saved by `save_every` after none but those."""
+    """Train six steps of a stage that is validated after each third, and saved by `save_every` after none but those.
+
+    Both stages run the same loop, so each of its promises is tried on one of them.
+    """
     monkeypatch.chdir(tmp_path)
     for stage in ("autoencoder", "ldm"):
         tiny_values[stage]["training"] |= {"max_steps": 6, "validate_every": 3, "save_every": 100}
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
-    export_autoencoder(tiny_values)
 
     def start(stage: str, *options: str) -> int:
+        if stage == "ldm" and not (RUN / "autoencoder.safetensors").exists():
+            export_autoencoder(tiny_values)
         return run_here(f"train_{stage}.py", "--config", "tiny.yaml", *options)
 
     return start
@@ -63,7 +62,8 @@ def train(tmp_path, monkeypatch, tiny_values, made) -> Train:
 
 def fail_in_validation(monkeypatch: pytest.MonkeyPatch, stage: str, calls: tuple[int, ...], error: BaseException):
     """Let these calls of a stage's validation fail, counted from 1."""
-    place, name = VALIDATE[stage]
+    place: Any = stages if stage == "autoencoder" else stages.LdmValidation
+    name = "validate_autoencoder" if stage == "autoencoder" else "__call__"
     validate, number = getattr(place, name), iter(range(1, 100))
 
     def failing(*arguments: Any) -> Any:
@@ -95,45 +95,38 @@ def steps_of(stage: str, name: str) -> list[int]:
     return [line["step"] for line in lines(stage) if name in line]
 
 
-METRIC = {"autoencoder": "val_psnr", "ldm": "val_diffusion"}
-
-
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_validation_that_runs_out_of_memory_takes_rungs_and_repeats_no_step(train, made, monkeypatch, capsys, stage):
-    fail_in_validation(monkeypatch, stage, (1, 3), MemoryError())
-    assert train(stage, "--on-oom", "next-rung", f"{stage}.training.batch_size=2") == 0
+def test_validation_that_runs_out_of_memory_takes_rungs_and_repeats_no_step(train, made, monkeypatch, capsys):
+    fail_in_validation(monkeypatch, "ldm", (1, 3), MemoryError())
+    assert train("ldm", "--on-oom", "next-rung", "ldm.training.batch_size=2") == 0
     assert made == [1, 2, 3, 4, 5, 6]
     said = capsys.readouterr().err
     assert "step 3, validation: out of memory; the last checkpoint is good (step 3)" in said
     assert "step 6, validation: out of memory; the last checkpoint is good (step 6)" in said
     assert "resuming from the checkpoint of step 3 with" in said
-    assert steps_of(stage, METRIC[stage]) == [3, 6]
+    assert steps_of("ldm", "val_diffusion") == [3, 6]
     assert json.loads((RUN / "oom_report.json").read_text())["phase"] == "validation"
 
 
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(train, made, monkeypatch, capsys, stage):
-    weights = RUN / f"{stage}.safetensors"
+def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(train, made, monkeypatch):
+    weights = RUN / "autoencoder.safetensors"
     with monkeypatch.context() as patch:
-        fail_in_validation(patch, stage, (2,), MemoryError())
-        if stage == "autoencoder":
-            weights.unlink()
-        assert train(stage) == OUT_OF_MEMORY
+        fail_in_validation(patch, "autoencoder", (2,), MemoryError())
+        assert train("autoencoder") == OUT_OF_MEMORY
     assert not weights.exists()
-    assert steps_of(stage, METRIC[stage]) == [3]
+    assert steps_of("autoencoder", "val_psnr") == [3]
     (RUN / "report.html").unlink()
 
-    assert train(stage) == 0
+    assert train("autoencoder") == 0
     assert made == [1, 2, 3, 4, 5, 6]
-    assert steps_of(stage, METRIC[stage]) == [3, 6]
-    assert (RUN / "previews" / f"{stage}_00000006.png").is_file()
+    assert steps_of("autoencoder", "val_psnr") == [3, 6]
+    assert (RUN / "previews" / "autoencoder_00000006.png").is_file()
     assert (RUN / "report.html").is_file()
     exported = load_file(weights)
 
     # Nothing is left to do: what was validated is not validated again.
-    fail_in_validation(monkeypatch, stage, (1,), AssertionError("validated again"))
-    assert train(stage) == 0
-    assert steps_of(stage, METRIC[stage]) == [3, 6]
+    fail_in_validation(monkeypatch, "autoencoder", (1,), AssertionError("validated again"))
+    assert train("autoencoder") == 0
+    assert steps_of("autoencoder", "val_psnr") == [3, 6]
     torch.testing.assert_close(load_file(weights), exported, rtol=0, atol=0)
 
 
@@ -174,12 +167,11 @@ class Clock:
         return self.seconds
 
 
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
 def test_a_run_with_a_time_limit_ends_there_with_its_learning_rate_and_resumes_where_it_stopped(
-    train, made, monkeypatch, stage
+    train, made, monkeypatch
 ):
     monkeypatch.setattr(training.optimization, "time", Clock())
-    decay = f"{stage}.training.learning_rate_decay=cosine"
+    stage, decay = "ldm", "ldm.training.learning_rate_decay=cosine"
     with monkeypatch.context() as patch:
         stop_after(patch, 4)
         assert train(stage, decay, "--minutes", "1.5") == INTERRUPTED
@@ -187,12 +179,11 @@ def test_a_run_with_a_time_limit_ends_there_with_its_learning_rate_and_resumes_w
     assert train(stage, decay, "--minutes", "1.5") == 0
     # Ninety seconds, ten a step, whatever max_steps is; saved at every tenth of them, not only with each validation.
     assert made == list(range(1, 10))
-    assert sorted(path.name[: len(stage) + 14] for path in (RUN / "checkpoints").glob(f"{stage}_step_*")) == [
-        f"{stage}_step_{step:08d}" for step in (8, 9)
-    ]
-    rates = [line[f"{stage}_learning_rate"] for line in lines(stage) if f"{stage}_learning_rate" in line]
+    saved = sorted(path.name[:17] for path in (RUN / "checkpoints").iterdir())
+    assert saved == ["ldm_step_00000008", "ldm_step_00000009"]
+    rates = [line["ldm_learning_rate"] for line in lines(stage) if "ldm_learning_rate" in line]
     assert rates == pytest.approx([rates[0] * 0.5 * (1 + math.cos(math.pi * number / 9)) for number in range(9)])
-    assert steps_of(stage, METRIC[stage])[-1] == 9
+    assert steps_of(stage, "val_diffusion")[-1] == 9
     # Finished: the same command makes no further step, and another time would be another schedule.
     assert train(stage, decay, "--minutes", "1.5") == 0
     assert len(made) == 9

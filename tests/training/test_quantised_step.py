@@ -12,35 +12,32 @@ import torch
 import yaml
 
 from models.bottleneck import CodeStatistics, VectorQuantiser
-from runtime.processes import Process
-from settings import CheckpointError, Settings
+from settings import CheckpointError
 from tests.finished_run import export_autoencoder, run_here, train_ldm
-from tests.training.steps import assert_same_gradients, gradients, make_batches
+from tests.training.steps import CPU, assert_same_gradients, autoencoder_step, gradients, make_batches
 from training.autoencoder_step import AutoencoderStep
-from training.validation.autoencoder_validation import validate_autoencoder
-
-CPU = Process(torch.device("cpu"))
+from training.validation.stages import validate_autoencoder
 
 
-def quantised(values: dict[str, Any], kind: str, **training: Any) -> dict[str, Any]:
-    values = copy.deepcopy(values)
-    values["autoencoder"].update(bottleneck=kind, codebook_size=16)
-    values["autoencoder"]["training"].update({"adversarial_weight": 0.0, **training})
-    return values
+@pytest.fixture
+def quantised(tiny_values) -> dict[str, Any]:
+    """A config whose latents are codes."""
+    tiny_values["autoencoder"] |= {"bottleneck": "vq", "codebook_size": 16}
+    return tiny_values
 
 
-def step_of(values: dict[str, Any], kind: str, **training: Any) -> AutoencoderStep:
-    return AutoencoderStep(Settings.model_validate(quantised(values, kind, **training)), CPU, load_weights=False)
+def step_of(values: dict[str, Any], **training: Any) -> AutoencoderStep:
+    return autoencoder_step(values, adversarial_weight=0.0, **training)
 
 
 def codebook_of(step: AutoencoderStep) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in step.autoencoder.state_dict().items() if name.startswith("quantiser.")}
 
 
-def test_batch_4_once_equals_batch_1_four_times(tiny_values):
+def test_batch_4_once_equals_batch_1_four_times(quantised):
     found = []
     for batch_size in (4, 1):
-        step = step_of(tiny_values, "vq", batch_size=batch_size, gradient_accumulation_steps=4 // batch_size)
+        step = step_of(quantised, batch_size=batch_size, gradient_accumulation_steps=4 // batch_size)
         terms = step.backward(make_batches(step, batch_size), 5)
         found.append((gradients(step), terms | step.update(5), codebook_of(step)))
     (whole, terms, codebook), (parted, same_terms, same_codebook) = found
@@ -51,9 +48,8 @@ def test_batch_4_once_equals_batch_1_four_times(tiny_values):
     assert len(codebook) == 3
 
 
-@pytest.mark.parametrize("knobs", [{}, {"use_gradient_checkpointing": True}])
-def test_the_codebook_moves_once_per_step_also_with_recomputation(tiny_values, knobs):
-    step = step_of(tiny_values, "vq", **knobs)
+def test_the_codebook_moves_once_per_step_also_with_recomputation(quantised):
+    step = step_of(quantised, use_gradient_checkpointing=True)
     assert step.autoencoder.quantiser is not None
     step.autoencoder.quantiser.restart_below = 0.0
     for number in range(2):
@@ -63,31 +59,27 @@ def test_the_codebook_moves_once_per_step_also_with_recomputation(tiny_values, k
     assert total == pytest.approx((0.01 + 0.0099) * 4 * 512, rel=1e-5)
 
 
-def test_a_resumed_run_continues_to_the_bit(tiny_values):
+def test_a_resumed_run_continues_to_the_bit(quantised):
     def train(step: AutoencoderStep, numbers: range) -> None:
         for number in numbers:
             step(make_batches(step, 2), number)
 
-    whole = step_of(tiny_values, "vq", ema_decay=0.9)
+    whole = step_of(quantised, ema_decay=0.9)
     train(whole, range(2))
     file = io.BytesIO()
     torch.save(whole.state_dict(), file)
     train(whole, range(2, 4))
     file.seek(0)
-    resumed = step_of(tiny_values, "vq", ema_decay=0.9)
+    resumed = step_of(quantised, ema_decay=0.9)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     train(resumed, range(2, 4))
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
-class Totals:
-    """Stands for a sum over processes: gives out what was added up before."""
-
-    def __init__(self, totals: list[Any]) -> None:
-        self.left = iter(totals)
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values.copy_(next(self.left))
+def giving(totals: list[Any]) -> Any:
+    """Stand for a sum over processes: give out what was added up before."""
+    left = iter(totals)
+    return lambda values: values.copy_(next(left))
 
 
 def test_two_processes_learn_the_codebook_of_one_that_accumulates_twice_as_much():
@@ -106,21 +98,21 @@ def test_two_processes_learn_the_codebook_of_one_that_accumulates_twice_as_much(
     sums = [[getattr(rank, name).clone() for rank in ranks] for name in ("sizes", "sums", "candidates")]
     expected = single.finish(lambda values: values, torch.zeros(()))
     for quantiser, rank in zip(pair, ranks, strict=True):
-        use = rank.finish(Totals([sum(parts) for parts in sums]), torch.zeros(()))
+        use = rank.finish(giving([sum(parts) for parts in sums]), torch.zeros(()))
         torch.testing.assert_close(use, expected)
         torch.testing.assert_close(quantiser.state_dict(), alone.state_dict(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_step_that_is_not_finite_and_fine_tuning_of_the_decoder_leave_the_codebook_alone(tiny_values):
-    step = step_of(tiny_values, "vq")
+def test_a_step_that_is_not_finite_and_fine_tuning_of_the_decoder_leave_the_codebook_alone(quantised):
+    step = step_of(quantised)
     step(make_batches(step, 2), 0)
     before = codebook_of(step)
     batches = make_batches(step, 2)
     batches[1].image[0, 0, 3, 3, 3] = float("nan")
     step(batches, 1)
     torch.testing.assert_close(codebook_of(step), before, rtol=0, atol=0)
-    tiny_values["autoencoder"]["pretrained"] = "given.safetensors"
-    step = step_of(tiny_values, "vq", trainable="decoder")
+    quantised["autoencoder"]["pretrained"] = "given.safetensors"
+    step = step_of(quantised, trainable="decoder")
     before = codebook_of(step)
     metrics = step(make_batches(step, 2), 0)
     torch.testing.assert_close(codebook_of(step), before, rtol=0, atol=0)
@@ -128,20 +120,20 @@ def test_a_step_that_is_not_finite_and_fine_tuning_of_the_decoder_leave_the_code
     assert 0 < float(metrics["codebook_use"]) <= 1
 
 
-def test_held_out_volumes_tell_how_codes_are_used(tiny_values):
-    step = step_of(tiny_values, "vq")
+def test_held_out_volumes_tell_how_codes_are_used(quantised):
+    step = step_of(quantised)
     metrics, _ = validate_autoencoder(step, make_batches(step, 1, total=2))
     assert {"val_psnr", "val_codebook_use", "val_perplexity"} <= metrics.keys()
     assert 1 <= metrics["val_perplexity"] <= 16
-    assert "val_perplexity" not in validate_autoencoder(step_of(tiny_values, "kl"), make_batches(step, 1, total=1))[0]
+    quantised["autoencoder"]["bottleneck"] = "kl"
+    assert "val_perplexity" not in validate_autoencoder(step_of(quantised), make_batches(step, 1, total=1))[0]
 
 
-def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values, tmp_path, monkeypatch):
+def test_stage_two_trains_before_quantisation_and_samples_through_it(quantised, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = quantised(tiny_values, "vq")
-    values["ldm"]["training"].update(max_steps=1, pixel_loss={"weight": 0.1})
-    Path("tiny.yaml").write_text(yaml.safe_dump(values))
-    export_autoencoder(values)
+    quantised["ldm"]["training"].update(max_steps=1, pixel_loss={"weight": 0.1})
+    Path("tiny.yaml").write_text(yaml.safe_dump(quantised))
+    export_autoencoder(quantised)
     assert train_ldm(Path("tiny.yaml")) == 0
     assert run_here("scripts/sample.py", "--run", "runs/tiny", "--num", "1", "--steps", "1", "--out", "drawn") == 0
     export = ["--weights", "runs/tiny/autoencoder.safetensors", "--out", "out.pt"]
@@ -150,10 +142,10 @@ def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values
         train_ldm(Path("tiny.yaml"), "name=other", "autoencoder.bottleneck=kl", f"ldm.autoencoder={export[1]}")
 
 
-def test_the_commitment_term_counts_by_its_weight(tiny_values):
+def test_the_commitment_term_counts_by_its_weight(quantised):
     found = []
     for weight in (0.0, 0.25, 1.0):
-        step = step_of(tiny_values, "vq")
+        step = step_of(quantised)
         step.weights["commitment"] = weight
         step.backward(make_batches(step, 2), 0)
         found.append(gradients(step)["autoencoder.quant_conv_mu.conv.weight"])

@@ -1,9 +1,10 @@
-"""A resumed run equals an uninterrupted one: weights, optimizers, averages, scale, data and step count."""
+"""A resumed run equals an uninterrupted one, also on other ranks, or it is refused."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from data import DataSplit, VolumeFile, prepare_volumes
 from data.batches import BatchPlan, training_batches
 from diffusion.latents import LatentBatch
 from diffusion.normalisation import Normalisation
-from runtime.files import RunFolder
+from runtime.files import RUNS, RunFolder
 from runtime.processes import Process
-from settings import CheckpointError, Settings
+from settings import CheckpointError, Settings, stored
 from tests.diffusion.made_latents import latents_of
 from training.autoencoder_step import AutoencoderStep
-from training.checkpoints import ResumableRun
+from training.checkpoints import ResumableRun, for_ranks
 from training.ldm_step import LatentDiffusionStep
 from training.step import TrainingStep
 
@@ -100,7 +101,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
     assert_same_state(resumed.state_dict(), whole.state_dict())
 
 
-def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
+def test_other_volumes_another_mathematics_and_other_updates_are_refused(settings, tmp_path, monkeypatch):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
     run.save(1)
@@ -115,24 +116,11 @@ def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight: 1e-06 -> 0\.5"):
         ResumableRun(changed, run.folder, volumes).resume()
     assert run.resume() == 1
-
-
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4)])
-def test_another_number_of_volumes_per_update_is_refused(settings, tmp_path, monkeypatch, before, now):
-    """As after a change from two GPUs to one, or from one to two, without a change of the accumulation."""
-    volumes = prepare_volumes(settings.data, settings.seed, 1)
-    run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
-    monkeypatch.setattr(AutoencoderStep, "samples_per_update", before)
-    run.save(1)
-    assert run.resume() == 1
-    monkeypatch.setattr(AutoencoderStep, "samples_per_update", now)
-    with pytest.raises(CheckpointError, match=rf"volumes per update \(.* x processes\): {before} -> {now}\n"):
-        run.resume()
-
-
-def test_a_checkpoint_of_another_version_is_refused(settings, tmp_path):
-    volumes = prepare_volumes(settings.data, settings.seed, 1)
-    run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
+    # As after a change from one GPU to two without a change of the accumulation.
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoencoderStep, "samples_per_update", 4)
+        with pytest.raises(CheckpointError, match=r"volumes per update .*: 2 -> 4\n"):
+            run.resume()
     run.checkpoints.save(2, {"settings": {}, "networks": {}})
     with pytest.raises(CheckpointError, match=r"not a checkpoint of this version .*samples_per_update is missing"):
         run.resume()
@@ -150,3 +138,66 @@ def test_latents_come_in_the_order_in_which_their_volumes_would(settings):
             indices = [[file.name for file in volumes.train].index(name) for name in one.files]
             assert isinstance(other, LatentBatch)
             torch.testing.assert_close(other.mean, torch.stack([read(index) for index in indices]))
+
+
+@pytest.fixture
+def sixths(tiny_values) -> Settings:
+    """Settings of batches of 2 accumulated 6 times."""
+    tiny_values["autoencoder"]["training"] |= {"batch_size": 2, "gradient_accumulation_steps": 6}
+    return Settings.model_validate(tiny_values)
+
+
+def saved_on(num_ranks: int, settings: Settings) -> Path:
+    """Write a checkpoint of a run on some ranks."""
+    folder = RUNS / settings.name / "checkpoints"
+    folder.mkdir(parents=True)
+    state = {"settings": stored(settings), "samples_per_update": 12 * num_ranks, "networks": torch.ones(3)}
+    path = folder / "autoencoder_step_00000002_0123456789abcdef.pt"
+    torch.save(state, path)
+    return path
+
+
+class Agreeing(Process):
+    """A process among several, of which the others always agree with it."""
+
+    def any(self, flag):
+        return flag
+
+    def broadcast(self, value):
+        return value
+
+    def raise_first(self, error, urgency=()):
+        if error is not None:
+            raise error
+
+
+def on_ranks(number: int, settings: Settings, stage: str = "autoencoder") -> Settings:
+    return for_ranks(settings, stage, Agreeing(torch.device("cpu"), world_size=number))
+
+
+@pytest.mark.parametrize(("before", "now", "steps"), [(1, 2, 3), (1, 6, 1), (2, 1, 12), (4, 3, 8), (2, 2, 6)])
+def test_accumulation_follows_the_ranks(sixths, before, now, steps):
+    saved_on(before, sixths)
+    settings = on_ranks(now, sixths)
+    assert settings.autoencoder.training.gradient_accumulation_steps == steps
+    assert settings.autoencoder.training.batch_size == 2
+    assert settings.ldm == sixths.ldm
+
+
+def test_ranks_that_cannot_share_an_update_are_told_the_nearest_number_that_can(sixths):
+    saved_on(1, sixths)
+    for now, nearest in ((4, 3), (5, 6), (12, 6)):
+        said = rf"have 12 volumes, which {now} ranks with batch_size 2 cannot share equally; .* can is {nearest};"
+        with pytest.raises(CheckpointError, match=said):
+            on_ranks(now, sixths)
+
+
+def test_accumulation_stays_if_the_user_changed_it_and_without_a_readable_checkpoint_of_the_stage(sixths):
+    assert on_ranks(2, sixths) is sixths
+    path = saved_on(1, sixths)
+    for key, value in (("batch_size", 1), ("gradient_accumulation_steps", 5)):
+        changed = sixths.with_overrides({f"autoencoder.training.{key}": value})
+        assert on_ranks(2, changed) is changed
+    assert on_ranks(2, sixths, "ldm") is sixths
+    path.write_bytes(path.read_bytes()[:-100])
+    assert on_ranks(2, sixths) is sixths

@@ -70,21 +70,21 @@ def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tm
         assert kept.exists()
 
 
-def check(before: Settings, after: Settings, samples_before: int = 4, samples: int = 4) -> None:
-    check_resumable("autoencoder", before, after, samples_before, samples)
-
-
 def test_changes_that_alter_the_result_are_refused_all_at_once():
-    before = Settings()
-    after = before.with_overrides({"seed": 1, "autoencoder.latent_channels": 4, "data.voxel_size": [128, 128, 64]})
+    steps = "autoencoder.training.max_steps"
+    before = Settings().with_overrides({steps: 100, "autoencoder.training.learning_rate_decay": "cosine"})
+    changes = {"seed": 1, "autoencoder.latent_channels": 4, "data.voxel_size": [128, 128, 64], steps: 200}
     with pytest.raises(CheckpointError) as caught:
-        check(before, after, samples=8)
-    text = str(caught.value)
-    assert "seed: 42 -> 1" in text
-    assert "autoencoder.latent_channels: 3 -> 4" in text
-    assert "data.voxel_size: [64, 64, 64] -> [128, 128, 64]" in text
-    assert "volumes per update" in text
-    assert "4 -> 8" in text
+        check_resumable("autoencoder", before, before.with_overrides(changes), 4, 8)
+    _, *refused, remedy = str(caught.value).splitlines()
+    assert [line.strip() for line in refused] == [
+        "seed: 42 -> 1",
+        "data.voxel_size: [64, 64, 64] -> [128, 128, 64]",
+        "autoencoder.latent_channels: 3 -> 4",
+        f"{steps}: 100 -> 200 (learning_rate_decay cosine ends there)",
+        "volumes per update (batch_size x gradient_accumulation_steps x processes): 4 -> 8",
+    ]
+    assert remedy == "set these back to resume, or choose another name for a new run"
 
 
 def test_memory_knobs_step_counts_and_logging_may_change_and_are_logged(caplog):
@@ -101,7 +101,7 @@ def test_memory_knobs_step_counts_and_logging_may_change_and_are_logged(caplog):
         "ldm.unet.num_res_blocks": 1,
         "name": "renamed",
     }
-    check(before, before.with_overrides(changes))
+    check_resumable("autoencoder", before, before.with_overrides(changes), 4, 4)
     assert "autoencoder.training.slab_rows: 0 -> 8" in caplog.text
     assert "autoencoder.training.max_steps: 20000 -> 30000" in caplog.text
 

@@ -14,8 +14,8 @@ from data.batches import Batch
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
-from training.validation.autoencoder_validation import validate_autoencoder
 from training.validation.metrics import SCALE_WEIGHTS, chamfer, iou, ms_ssim, psnr, ssim, summary_vector
+from training.validation.stages import validate_autoencoder
 
 CPU = Process(torch.device("cpu"))
 
