@@ -18,6 +18,7 @@ from settings.section import (
     NetworkSettings,
     PathText,
     PerLevel,
+    Rate,
     Section,
     TrainingSettings,
     key,
@@ -114,7 +115,7 @@ class LdmTraining(TrainingSettings):
 
     batch_size: Count = with_default(TrainingSettings, "batch_size", 4)
     max_steps: Count = with_default(TrainingSettings, "max_steps", 50000)
-    learning_rate: float = with_default(TrainingSettings, "learning_rate", 4e-4)
+    learning_rate: Rate | Literal["auto"] = with_default(TrainingSettings, "learning_rate", 4e-4)
     ema_decay: Decay | Literal["auto"] = with_default(TrainingSettings, "ema_decay", "auto")
     validate_every: Count = with_default(TrainingSettings, "validate_every", 1000)
     save_every: Count = with_default(TrainingSettings, "save_every", 1000)

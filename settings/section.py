@@ -67,6 +67,7 @@ Blocks = Annotated[int, Field(ge=1, le=64)]
 BlocksOrZero = Annotated[int, Field(ge=0, le=64)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Rate = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 WITHOUT_NUL = r"^[^\x00]*$"
 FOLDER_NAME = r"^[\w][\w.-]*$"
@@ -160,7 +161,11 @@ class TrainingSettings(Section):
         "muon for the convolutions between layers of at least 8 channels and adam for the rest, or adam for all; muon "
         "needs fewer updates, and one state per weight instead of two. A discriminator always has adam.",
     )
-    learning_rate: float = key(1e-4, "Size of a step; never scaled by the number of GPUs.", gt=0)
+    learning_rate: Rate | Literal["auto"] = key(
+        1e-4,
+        "Size of a step; never scaled by the number of GPUs; auto: 1e-5 for a stage that starts from `pretrained` "
+        "weights, else 1e-4.",
+    )
     warmup_steps: CountOrZero | Literal["auto"] = key(
         "auto",
         "Steps over which the learning rate rises linearly from zero; auto: a twentieth of max_steps, at most 200.",
@@ -184,6 +189,12 @@ class TrainingSettings(Section):
     use_gradient_checkpointing_offload: bool = key(
         False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
     )
+
+    def rate_from(self, pretrained: str | None) -> float:
+        """Return the size of a step of a stage that starts from `pretrained` weights, or from random ones if None."""
+        if self.learning_rate == "auto":
+            return 1e-4 if pretrained is None else 1e-5
+        return self.learning_rate
 
     @property
     def checkpoints_blocks(self) -> bool:

@@ -61,7 +61,8 @@ class AutoencoderStep(TrainingStep):
             start_as_haar_transform(self.autoencoder, s.in_channels, s.level_strides)
         if not training.trains_encoder:
             self.autoencoder.freeze_encoder()
-        self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
+        rate = training.rate_from(settings.autoencoder.pretrained)
+        self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, rate)
         # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
         self.codec = VolumeCodec(self.autoencoder, settings.autoencoder, self.precision, training_bytes)

@@ -126,7 +126,7 @@ class LatentDiffusionStep(TrainingStep):
             load_pretrained(self.unet, Path(settings.ldm.pretrained).expanduser())
         elif self.unet.mean_map is not None and latents is not None:
             self.unet.mean_map.copy_(latents.mean_map)
-        self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
+        self._parallel_unet = self.register("ldm", self.unet, training.rate_from(settings.ldm.pretrained))
         self.codec = codec or frozen_codec(settings, process, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)

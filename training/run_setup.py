@@ -153,12 +153,15 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     grid = settings.training_grid if is_first else settings.data.voxel_size
     volume, latent = ("x".join(map(str, axes)) for axes in (grid, settings.autoencoder.latent_grid(grid)))
     shapes = f"{settings.autoencoder.in_channels} x {volume} -> {settings.autoencoder.latent_channels} x {latent}"
+    pretrained = settings.autoencoder.pretrained if is_first else settings.ldm.pretrained
+    start = "random weights" if pretrained is None else printable(pretrained)
     lines = {
         "run": f"{RUNS / settings.name}, stage {stage}, {length}",
         "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent": shapes,
         "parameters": ", ".join(f"{name} {count:,}" for name, count in parameters.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
         f" x {counted(world_size, 'process')} = {samples}",
+        "learning rate": f"{training.rate_from(pretrained):g}, from {start}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())

@@ -17,6 +17,7 @@ from data import DataSplit, VolumeFile
 from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError
+from training.autoencoder_step import AutoencoderStep
 from training.checkpoints import check_resumable
 from training.ldm_step import LatentDiffusionStep
 from training.recording import drop_later_lines
@@ -134,6 +135,19 @@ def test_the_summary_says_how_long_a_run_is_and_over_how_many_volumes(tiny_value
     limited = Settings.model_validate(tiny_values).with_overrides({"ldm.training.max_hours": 0.25})
     assert "stage ldm, 15 min 0 s\n" in summarise(limited, "ldm", 1)
     assert summarise(limited, "ldm", 1).endswith("over 1 training volume")
+
+
+@pytest.mark.parametrize(("stage", "step"), [("autoencoder", AutoencoderStep), ("ldm", LatentDiffusionStep)])
+def test_a_rate_of_auto_is_that_of_fine_tuning_for_pretrained_weights_only_and_the_summary_says_so(
+    tiny_values, stage, step
+):
+    for pretrained, rate, words in ((None, 1e-4, "0.0001, from random weights"), ("w.st", 1e-5, "1e-05, from w.st")):
+        tiny_values[stage] |= {"pretrained": pretrained}
+        tiny_values[stage]["training"] |= {"learning_rate": "auto"}
+        settings = Settings.model_validate(tiny_values)
+        assert step(settings, CPU, load_weights=False).updaters[stage].learning_rate == rate
+        assert f"learning rate:   {words}\n" in summarise(settings, stage, 1)
+    assert Settings().autoencoder.training.rate_from("w.st") == 1e-4, "a given rate is taken as it is"
 
 
 TARGET = {"encoding": "resample", "source": "target"}
