@@ -115,7 +115,7 @@ class Latents:
         def with_condition(batch: Batch) -> VolumeBatch:
             passes = [position // number for position in batch.positions]
             condition = self.condition([order(position) for position in batch.positions], None, passes)
-            return VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, condition)
+            return VolumeBatch(batch.image, batch.positions, batch.files, condition)
 
         if (read := self.read) is None:
             steps = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)

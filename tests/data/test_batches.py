@@ -53,7 +53,6 @@ def test_a_step_yields_its_micro_batches_with_the_volumes_that_they_name(folder)
     assert batch.image.dtype == torch.float32
     assert batch.image.is_contiguous()
     assert batch.positions == (10, 11)
-    assert batch.labels is None
     assert batch.to("cpu").positions == batch.positions
     for image, name in zip(batch.image, batch.files, strict=True):
         assert torch.equal(image, load_volume(folder / name, settings).image)
@@ -119,16 +118,6 @@ def test_ranks_see_what_one_rank_sees_with_more_accumulation(folder, ranks, accu
             image, name = images[batch.positions[0]]
             assert name == batch.files[0]
             assert torch.equal(image, batch.image[0])
-
-
-def test_labels_travel_with_their_volumes():
-    settings = build_settings(source="phantoms:9")
-    volumes = prepare_volumes(settings, seed=0, in_channels=1)
-    for batch in batches_of(volumes, settings, BatchPlan(0, 2, 1)):
-        assert batch.labels is not None
-        assert batch.labels.dtype == torch.long
-        named = [volumes.class_names[int(label)] for label in batch.labels]
-        assert named == [name.split("/")[0] for name in batch.files]
 
 
 @pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"num_workers": 2, "persistent_workers": True}])
