@@ -21,14 +21,7 @@ from torch import Tensor
 from data import DataSplit
 from data.batches import Batch, BatchPlan, VolumeOrder, one_ahead, training_batches
 from data.loading import Pose, in_pose, load_file, random_pose
-from diffusion.conditioning import (
-    NOTHING,
-    ConditionBatch,
-    ConditionStore,
-    Pairs,
-    Preparation,
-    prepare_conditions,
-)
+from diffusion.conditioning import NOTHING, ConditionBatch, ConditionStore, Pairs, Preparation, prepare_conditions
 from diffusion.latent_files import TensorCache, digest_of, latent_key, latent_name
 from diffusion.normalisation import Normalisation, Statistics, pretrained_unet
 from models.frozen_autoencoder import latents_digest
