@@ -151,7 +151,7 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
 
     A row may give a volume's file name alone if that is unique. Each volume without a row, with several, or with empty
     cells gets a note. Raises DataError if the column file or one of `columns`, whatever their case, is not there once.
-    A warning counts the rows without a volume.
+    Rows without a volume are counted in a warning, and refused if all are.
     """
     where = f"{key}: {printable(table)}"
     listed: dict[str, list[Row]] = {}
@@ -160,8 +160,8 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
             listed[name].append(row)
     file_names = [PurePosixPath(name).name for name in names]
     counts = Counter(file_names)
-    unknown = [name for name in listed if name and name not in counts and name not in {*names}]
-    if unknown:
+    known = {"", *names, *file_names}
+    if unknown := [name for name in listed if name not in known]:
         examples = printable(", ".join(unknown[:3]))
         text = f"{counted(len(unknown), 'row')} without a volume of the run, such as {examples}"
         if len(unknown) == len(listed):

@@ -125,7 +125,7 @@ def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     mean = torch.stack([step.codec.encode(image) for image in images])
     step.backward([LatentBatch(mean, (4, 5))], 0)
-    other.backward([VolumeBatch(images, (4, 5), None, ("a", "b"))], 0)
+    other.backward([VolumeBatch(images, (4, 5), ("a", "b"))], 0)
     assert_same_gradients(gradients(step), gradients(other), 1e-6)
 
 
