@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,7 +112,7 @@ class ControlMap(LabelMap):
 
     def on_grid(self, path: Path, settings: Settings, pose: Pose | None = None) -> Tensor:
         """Return the value with the largest share in each voxel."""
-        return label_values(path, self.s.label_map.num_classes, settings.data, pose)[None]
+        return label_values(path, settings.data, pose)[None]
 
     def picture(self, part: Tensor) -> Tensor:
         """Return the label values as (D, H, W) in [0, 1]."""
@@ -134,28 +134,30 @@ def label_shares(
     """
     d, h, w = grid
     shares = np.zeros((num_classes, *grid), np.float32)
-    for value, share in _shares(path, num_classes, s, pose):
+    for value, share in _shares(path, range(1, num_classes), s, pose):
         blocks = share.reshape(d, share.shape[0] // d, h, share.shape[1] // h, w, share.shape[2] // w)
         shares[value] = blocks.mean(axis=(1, 3, 5), dtype=np.float32)
     shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
     return torch.from_numpy(shares)
 
 
-def label_values(path: Path, num_classes: int, s: DataSettings, pose: Pose | None = None) -> Tensor:
+def label_values(path: Path, s: DataSettings, pose: Pose | None = None) -> Tensor:
     """Return float32 (D, H, W): the label value with the largest share in each voxel of the network's grid."""
+    stored, _ = read_stored(path)
+    present = {int(value) for value in stored.values(np.unique(stored.array))}
     values, largest, background = (np.full(s.voxel_size, start, np.float32) for start in (0, 0, 1))
-    for value, share in _shares(path, num_classes, s, pose):
+    for value, share in _shares(path, sorted(present - {0}), s, pose):
         values[share > largest] = value
         largest, background = np.maximum(largest, share), background - share
     values[background >= largest] = 0
     return torch.from_numpy(values)
 
 
-def _shares(path: Path, num_classes: int, s: DataSettings, pose: Pose | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each label value but the background, with its share (D, H, W) in the voxels of the network's grid."""
+def _shares(path: Path, values: Iterable[int], s: DataSettings, pose: Pose | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each of some label values with its share (D, H, W) in the voxels of the network's grid."""
     stored, header = read_stored(path)
     geometry = geometry_of(header, s)
-    for value in range(1, num_classes):
+    for value in values:
         share = _covered(stored, geometry, lambda voxels, value=value: voxels == value) / 2 + 0.5  # type: ignore[misc]
         yield value, share if pose is None else pose.apply(share, order=1)
 
