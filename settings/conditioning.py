@@ -23,8 +23,6 @@ _SOURCE = "a folder whose files have the names of the volumes, or a CSV file wit
 class ConditionSection(Section):
     """The keys of one kind of condition."""
 
-    describes_volume: ClassVar[bool] = True
-    """Whether it says what a sample should look like, so that it can be compared with a volume."""
     switch: ClassVar[str]
     """What is 0, none or empty unless samples are conditioned on it."""
 
@@ -138,11 +136,6 @@ class DegradeSettings(Section):
         return self.hole if isinstance(self.hole, tuple) else None
 
     @property
-    def masks(self) -> str | None:
-        """Return where the masks of what is cut out are, if it is not a box."""
-        return self.hole if isinstance(self.hole, str) else None
-
-    @property
     def variants(self) -> int:
         """Return the number of different conditions of one volume."""
         return 1 if self.box is None else NUM_HOLES
@@ -193,9 +186,8 @@ class VolumeSettings(ConditionSection):
             keys = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
             yield Problem(f"{VOLUME}.num_channels", found, "", f"set {channels}", keys)
         if degrade.is_coarser + (degrade.hole is not None) != int(self.source == TARGET):
-            found = (
-                f"downsample {list(degrade.downsample)} and hole {value_text(degrade.hole)} with source {self.source}"
-            )
+            hole = value_text(degrade.hole)
+            found = f"downsample {list(degrade.downsample)} and hole {hole} with source {self.source}"
             remedy = "set one of them with source: target, and none with another source"
             yield Problem(f"{VOLUME}.degrade", found, "", remedy, (f"{VOLUME}.source",))
         if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
@@ -259,8 +251,6 @@ TopAndBottom = Annotated[tuple[Literal[REGIONS], ...], Field(strict=False, min_l
 class ScanSettings(ConditionSection):
     """Spacing, regions and modality of a scan, in MAISI's way: embeddings concatenated to that of the timestep."""
 
-    describes_volume: ClassVar[bool] = False
-
     regions: TopAndBottom | PathText | None = key(
         None,
         "Body regions at the upper and the lower end of all volumes, such as [chest, abdomen], or a CSV file with "
@@ -288,13 +278,6 @@ class ScanSettings(ConditionSection):
         return tuple(name for name in WIDTHS if (self.is_used if name == "spacing" else self.regions is not None))
 
     @property
-    def region_words(self) -> dict[str, str]:
-        """Return the regions that all volumes share by the name of their input."""
-        if self.regions is None or isinstance(self.regions, str):
-            return {}
-        return dict(zip(COLUMNS, self.regions, strict=True))
-
-    @property
     def table(self) -> str | None:
         """Return the file with the regions of each volume, if they differ."""
         return self.regions if isinstance(self.regions, str) else None
@@ -304,19 +287,11 @@ class ScanSettings(ConditionSection):
         """Return how many numbers the U-Net takes for all inputs together."""
         return sum(WIDTHS[name] for name in self.inputs)
 
-    @property
-    def num_modalities(self) -> int:
-        """Return the number of modalities that the U-Net embeds, with the unknown one; 0: it takes none."""
-        return 0 if self.modality is None else NUM_MODALITIES
-
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
-        if self.num_modalities and settings.ldm.conditioning.type == "class":
-            found, others = (
-                f"{self.modality} with type class, which uses the same embedding",
-                ("ldm.conditioning.type",),
-            )
-            yield Problem(f"{SCAN}.modality", found, "allowed: null", "set null, or type: none", others)
+        if self.modality is not None and settings.ldm.conditioning.type == "class":
+            found, remedy = f"{self.modality} with type class, which uses the same embedding", "set null, or type: none"
+            yield Problem(f"{SCAN}.modality", found, "allowed: null", remedy, ("ldm.conditioning.type",))
 
 
 class ConditioningSettings(Section):
@@ -343,7 +318,7 @@ class ConditioningSettings(Section):
         """Return the number of classes or modalities that the U-Net embeds, with the hidden one; None without any."""
         if self.type == "class":
             return self.num_classes + 1
-        return self.scan.num_modalities or None
+        return None if self.scan.modality is None else NUM_MODALITIES
 
     @property
     def hidden_class(self) -> int:
@@ -374,7 +349,7 @@ class ConditioningSettings(Section):
     @property
     def describes_volumes(self) -> bool:
         """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
-        return any(section.is_used and section.describes_volume for section in self.sections.values())
+        return any(section.is_used for section in self.sections.values() if section is not self.scan)
 
     @property
     def embedded_numbers(self) -> dict[str, int]:

@@ -24,9 +24,6 @@ from settings import DataError, DataSettings, Settings
 from settings.conditioning import LABEL_MAP
 from settings.data import IntensitySettings
 
-READING = {"spacing", "voxel_size", "resize"}
-"""The settings that decide where a voxel of a file lies on the network's grid."""
-
 
 class LabelMap(ConditionKind):
     """The shares of label values (B, num_classes, D, H, W)."""
@@ -39,12 +36,12 @@ class LabelMap(ConditionKind):
 
     @property
     def is_used(self) -> bool:
-        """Return whether label maps are concatenated."""
-        return self.s.label_map.is_used and not self.s.label_map.controlnet
+        """Return whether label maps reach the U-Net in this way."""
+        return self.keys.is_used and bool(self.s.label_map.controlnet) == (self.unet_input == "control")
 
     def takes(self, option: str) -> bool:
-        """Return whether the run has label maps, concatenated or not."""
-        return self.s.label_map.is_used
+        """Return whether the run has label maps."""
+        return self.keys.is_used
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the label map of each volume."""
@@ -100,11 +97,6 @@ class ControlMap(LabelMap):
     unet_input = "control"
     stored_as = "control"
     draws = ()
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether a ControlNet sees the label maps."""
-        return self.s.label_map.is_used and bool(self.s.label_map.controlnet)
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of one label map."""
@@ -184,8 +176,8 @@ def label_reading(data: DataSettings) -> DataSettings:
 
 
 def reading_of(s: DataSettings) -> dict[str, Any]:
-    """Return the settings that decide where a voxel lies, as plain values."""
-    return s.model_dump(mode="json", include=READING)
+    """Return the settings that decide where a voxel of a file lies on the network's grid, as plain values."""
+    return s.model_dump(mode="json", include={"spacing", "voxel_size", "resize"})
 
 
 def label_problem(path: Path, facts: VolumeFacts, num_classes: int) -> str | None:
