@@ -83,28 +83,19 @@ class LabelMapSettings(ConditionSection):
         yield from _incomplete(LABEL_MAP, source=self.source is not None, num_classes=self.is_used)
         if not self.controlnet:
             return
-        where, classes, strides = (
-            f"{LABEL_MAP}.controlnet",
-            f"{LABEL_MAP}.num_classes",
-            settings.autoencoder.level_strides,
-        )
-        found = str(list(self.controlnet))
-        if not 2 <= self.num_classes <= MOST_CONTROLLED:
-            found, allowed = f"{found} with {self.num_classes} label values", f"allowed: 2 to {MOST_CONTROLLED}"
-            yield Problem(where, found, allowed, "change num_classes, or leave it out", (classes,))
+        where, given = f"{LABEL_MAP}.controlnet", list(self.controlnet)
+        if not 2 <= self.num_classes <= 256:  # binary numbers of eight digits
+            found, classes = f"{given} with {self.num_classes} label values", f"{LABEL_MAP}.num_classes"
+            yield Problem(where, found, "allowed: 2 to 256", "change num_classes, or leave it out", (classes,))
         if settings.ldm.pretrained is None:
             remedy = "train a U-Net without it first, and set ldm.pretrained to its ldm.safetensors"
             yield Problem("ldm.pretrained", "null, and a ControlNet needs a U-Net to control", "", remedy, (where,))
-        if not settings.autoencoder.has_stock_strides or len(self.controlnet) != 1 + len(strides):
-            found = f"{found}, and the autoencoder has strides of {list(map(list, strides))}"
+        strides, others = settings.autoencoder.level_strides, ("autoencoder.strides", "autoencoder.num_channels")
+        if not settings.autoencoder.has_stock_strides or len(given) != 1 + len(strides):
+            found = f"{given}, and the autoencoder has strides of {list(map(list, strides))}"
             remedy = "set one number and one more for each halving, such as [8, 32, 64] for two"
-            yield Problem(
-                where, found, "allowed: strides of 2", remedy, ("autoencoder.strides", "autoencoder.num_channels")
-            )
+            yield Problem(where, found, "allowed: strides of 2", remedy, others)
 
-
-MOST_CONTROLLED = 256
-"""Label values that a ControlNet tells apart: it gets them as binary numbers of eight digits."""
 
 TARGET = "target"
 """The source of condition volumes that are made from the volumes to learn."""

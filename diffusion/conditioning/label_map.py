@@ -31,7 +31,6 @@ class LabelMap(ConditionKind):
     name = "label map"
     section = "label_map"
     unet_input: ClassVar[Input] = "channels"
-    stored_as: ClassVar = "labels"
     options: ClassVar = {"--labels": "label maps"}
 
     @property
@@ -61,7 +60,8 @@ class LabelMap(ConditionKind):
         def made(index: int, variant: int, pose: Pose | None) -> Tensor:
             return self.on_grid(maps[index].path, run.settings, pose)
 
-        key = [self.stored_as, number, reading_of(run.settings.data), list(shape[1:])]
+        what = "labels" if self.unet_input == "channels" else "control"
+        key = [what, number, reading_of(run.settings.data), list(shape[1:])]
         read = run.cached(made, lambda index, variant: maps[index].digest, shape, key, "label maps")
         return Prepared(read, picture=lambda index: self.picture(read(index, 0, 0)), shown_as=LabelMap.name)
 
@@ -95,7 +95,6 @@ class ControlMap(LabelMap):
 
     name = "control map"
     unet_input = "control"
-    stored_as = "control"
     draws = ()
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
