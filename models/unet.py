@@ -227,10 +227,9 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
 
         return run
 
-    def encode(self, x: Tensor, embedding: Tensor, run: Run, control: Tensor | None = None) -> list[Tensor]:
+    def encode(self, h: Tensor, embedding: Tensor, run: Run, control: Tensor | None = None) -> list[Tensor]:
         """Return what the skip connections carry, the last to the middle block too; `control` joins the first."""
-        h = self.conv_in(x)
-        h = h if control is None else h + control
+        h = self.conv_in(h) if control is None else self.conv_in(h) + control
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
