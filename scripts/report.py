@@ -57,19 +57,19 @@ def main(options: argparse.Namespace) -> int:
 
         serve(folders, options.port)
         return 0
-    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
-    target = default if options.out is None else Path(options.out)
+    out = options.out
+    if out is None:
+        out = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".html"]
-    check_output_file(default if options.out is None else options.out, "--out", files)
-    try:
-        from evaluation.report import write_comparison
+    check_output_file(out, "--out", files)
+    from evaluation.report import write_comparison
 
+    target = Path(out)
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
     except OSError as error:
-        raise UserError(
-            f"{error.filename or target}: cannot be written ({error.strerror}); make it writable"
-        ) from error
+        raise UserError(f"{error.filename or out}: cannot be written ({error.strerror}); make it writable") from error
     log.info("%s", target)
     return 0
 

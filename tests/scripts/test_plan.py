@@ -23,6 +23,9 @@ SMALL = (
 )
 
 
+pytestmark = pytest.mark.usefixtures("shared_workers")
+
+
 @pytest.fixture
 def volumes(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
