@@ -26,22 +26,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/report.py --run runs/first --run runs/second --out comparison.html",
         ],
     )
-    result.add_argument(
-        "--run",
-        dest="runs",
-        action="append",
-        required=True,
-        metavar="DIR",
-        help="a run folder; repeat it to compare runs",
-    )
-    result.add_argument(
-        "--out",
-        metavar="FILE",
-        help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
-    )
-    result.add_argument(
-        "--serve", action="store_true", help="show the page on this machine and refresh it during training"
-    )
+    text = "a run folder; repeat it to compare runs"
+    result.add_argument("--run", dest="runs", action="append", required=True, metavar="DIR", help=text)
+    text = "page to write (default: report.html in the run folder, or comparison.html beside the run folders)"
+    result.add_argument("--out", metavar="FILE", help=text)
+    text = "show the page on this machine and refresh it during training"
+    result.add_argument("--serve", action="store_true", help=text)
     result.add_argument("--port", type=at_least(0), default=8008, help="port of --serve; 0: any (default: 8008)")
     return result.parse_args(arguments)
 

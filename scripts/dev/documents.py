@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
-    result.add_argument(
-        "--settings", action="store_true", help="only schema, reference and figure, which need no prediction"
-    )
+    text = "only schema, reference and figure, which need no prediction"
+    result.add_argument("--settings", action="store_true", help=text)
     return result.parse_args(arguments)
 
 
@@ -126,16 +125,16 @@ def memory_figure() -> str:
     def up(gib: float) -> float:
         return BOTTOM - math.log(gib / LOWEST) / math.log(HIGHEST / LOWEST) * (BOTTOM - TOP)
 
+    def line(y: float, style: str) -> str:
+        return f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {style}/>'
+
     parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
     for tick in (0.1, 1, 10, 100):
-        parts.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{up(tick):.1f}" y2="{up(tick):.1f}" stroke="#e4e8ec"/>')
+        parts.append(line(up(tick), 'stroke="#e4e8ec"'))
         parts.append(_text(LEFT - 8, up(tick) + 4, f"{tick:g}", "end"))
     for gib, name in GPUS.items():
-        y = up(gib)
-        parts.append(
-            f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d9730d" stroke-dasharray="3 3"/>'
-        )
-        parts.append(_text(LEFT + 6, y - 4, name, "start", "#b35c00"))
+        parts.append(line(up(gib), 'stroke="#d9730d" stroke-dasharray="3 3"'))
+        parts.append(_text(LEFT + 6, up(gib) - 4, name, "start", "#b35c00"))
     for grid in grids:
         parts.append(_text(across(grid), BOTTOM + 18, "x".join(map(str, grid)), "middle"))
     labels = []
@@ -146,10 +145,10 @@ def memory_figure() -> str:
         style = f'fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"'
         parts.append(f'<polyline points="{points}" {style}/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in shown]
-        beyond = (
-            "" if len(shown) == len(grids) else f" ({peaks[grids[-1]]:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
-        )
-        labels.append((shown[-1][1] if not beyond else up(HIGHEST), name + beyond, colour))
+        label = shown[-1][1], name
+        if len(shown) < len(grids):
+            label = up(HIGHEST), f"{name} ({peaks[grids[-1]]:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
+        labels.append((*label, colour))
     lowest_label = 0.0
     for y, name, colour in sorted(labels):
         lowest_label = max(y + 4, lowest_label + 17)

@@ -22,8 +22,8 @@ def exact_arithmetic() -> Iterator[Callable[[], None]]:
     before = {place: getattr(*place) for place in exact}
 
     def choose(values: dict[Any, bool]) -> None:
-        for place, value in values.items():
-            setattr(*place, value)
+        for (where, name), value in values.items():
+            setattr(where, name, value)
 
     choose(exact)
     yield lambda: choose(exact)
