@@ -21,10 +21,8 @@ def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> 
     mean = torch.randn((total, *step.settings.latent_shape), generator=generator)
     is_class = step.settings.ldm.conditioning.type == "class"
     condition = ConditionBatch({"class_label": torch.arange(total) % 3}) if is_class else NOTHING
-    return [
-        LatentBatch(mean[part], tuple(range(total)[part]), condition.map(lambda labels, part=part: labels[part]))  # type: ignore[misc]
-        for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
-    ]
+    parts = [range(start, min(start + batch_size, total)) for start in range(0, total, batch_size)]
+    return [LatentBatch(mean[list(part)], tuple(part), condition.rows(list(part))) for part in parts]
 
 
 PIXEL_WEIGHT = 2.0
