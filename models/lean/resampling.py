@@ -77,15 +77,16 @@ def upsampled_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dt
     kernel, low_bias, (stride, *_) = folded(weight, strides).to(dtype), bias.to(dtype), strides
 
     def compute(start: int, end: int) -> Tensor:
-        first, last = start // stride, -(-end // stride)
-        if isinstance(x, Tensor) and (first, last) == (0, x.shape[2]):
-            small, padding = x, 1
+        if isinstance(x, Tensor) and (start, end) == (0, stride * x.shape[2]):
+            small, before, after = x, 1, 1
         else:
-            # The halo is one small row on each side; the wider padding crops the output rows that belong to it.
-            small, padding = rows_of(x, first - 1, last + 1), 1 + stride
+            first, last = (start - 1) // stride, end // stride + 1
+            # What these small rows give begins and ends outside of the wanted rows, where the padding crops it.
+            small, before, after = rows_of(x, first, last), start - stride * first + 1, stride * last + 1 - end
+        padding = min(before, after)
         with torch.autocast(x.device.type, enabled=False):
             out = native.transposed_convolution(small.to(dtype), kernel, low_bias, strides, (padding, 1, 1))
-        return out[:, :, start - stride * first : end - stride * first]
+        return out[:, :, before - padding : before - padding + end - start]
 
     grid = (size * stride for size, stride in zip(x.shape[2:], strides, strict=True))
     return ComputedRows(x, compute, dtype, (x.shape[0], weight.shape[0], *grid))
@@ -238,6 +239,13 @@ class Enlarged(RowSource):
         return max(start // stride - stride + 1, 0), min(-(-end // stride) + stride - 1, self.x.shape[2])
 
 
+def _merged(conv: nn.Conv3d, pointwise: nn.Conv3d) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of the convolution that equals one and then a pointwise one."""
+    weight, matrix = full_precision(conv.weight), full_precision(pointwise.weight).flatten(1)
+    bias = torch.addmv(full_precision(pointwise.bias), matrix, full_precision(conv.bias))
+    return torch.tensordot(matrix, weight, 1), bias
+
+
 class UpsampleBlock(LeanBlock):
     """Nearest-neighbour upsampling by `strides`, in MONAI's block two along each axis, then a convolution."""
 
@@ -258,7 +266,12 @@ class UpsampleBlock(LeanBlock):
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
         conv = self.postconv.conv
-        return upsampled_rows(x, conv.weight, conv.bias, self.strides, run.dtype), ()
+        rows = self._enlarged(x, conv.weight, conv.bias, run.dtype)
+        rows.then = lambda after: self._enlarged(x, *_merged(conv, after), run.dtype)
+        return rows, ()
+
+    def _enlarged(self, x: Volume, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> ComputedRows:
+        return upsampled_rows(x, weight, bias, self.strides, dtype)
 
     @override
     def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
@@ -298,9 +311,13 @@ class InterpolationBlock(UpsampleBlock):
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume, on the device or as rows computed on demand, which the next block reads."""
-        weight, bias = (parameter.to(run.dtype) for parameter in self.postconv.conv.parameters())
-        rows = convolved_rows(Enlarged(x, self.strides, run.dtype), weight, bias)
+        rows, _ = super().rows_forward(x, run, is_last)
+        assert isinstance(rows, ComputedRows), "an enlarged volume is computed on demand"
         return stored(rows, run.rows, None) if is_last else rows, ()
+
+    @override
+    def _enlarged(self, x: Volume, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> ComputedRows:
+        return convolved_rows(Enlarged(x, self.strides, dtype), weight.to(dtype), bias.to(dtype))
 
     @override
     def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:

@@ -46,12 +46,16 @@ Target = Literal["host", "device"] | None
 
 
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels."""
+    """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels.
+
+    A single row at the end belongs to the slab before it.
+    """
     total, height = x.shape[2], x.shape[3]
     if dtype == torch.float32:
         fewest = MIN_SLAB_VALUES // (channels * height) + 1
         rows = max(rows, fewest + fewest % 2)
-    return [(start, min(start + rows, total)) for start in range(0, total, rows)]
+    starts = range(0, max(total - 1, 1), rows)
+    return list(zip(starts, [*starts[1:], total], strict=True))
 
 
 class Statistics:
@@ -107,17 +111,11 @@ def statistics_of(x: Volume, norm: nn.GroupNorm, rows: int) -> tuple[Tensor, Ten
 
 
 def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
-    """Compute all rows of a volume; put them into host memory if they are to lie there, else on the device."""
-    all_slabs = slabs(x, rows, x.shape[1], x.dtype)
-    if host is not None and volume_bytes(x) > host.above:
-        volume = host.volume(x)
-        for start, end in all_slabs:
-            volume.write(start, x.rows(start, end))
-        return volume
-    out = empty(x)
-    for start, end in all_slabs:
-        out[:, :, start:end].copy_(x.rows(start, end))
-    return out
+    """Compute all rows of a volume; put them into the memory of `host` if they are to lie there, else on the device."""
+    volume = host.volume(x) if host is not None and volume_bytes(x) > host.above else empty(x)
+    for start, end in slabs(x, rows, x.shape[1], x.dtype):
+        write(volume, start, x.rows(start, end))
+    return volume
 
 
 class Run:

@@ -248,7 +248,7 @@ def test_host_memory_of_a_step_is_known_before_it_is_taken(nested, caplog):
     with caplog.at_level("INFO", logger="models"):
         announce_offloaded(chosen, 2, grid, precision)
     assert "the 2 highest levels of the autoencoder take 0.0 GiB of host memory" in caplog.text
-    sentence = r"training.offload_levels: its volumes take .* GiB of host memory; .* GiB are free; make room"
+    sentence = r"training.offload_levels: its volumes take .* GiB of host memory; .* GiB are free to this process .*; make room"
     with observed_by(SmallHost()), pytest.raises(HostMemoryError, match=sentence):
         announce_offloaded(chosen, 2, grid, precision)
     again = build_autoencoder(chosen)
