@@ -218,10 +218,12 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         offload = HostOffload() if self.offload else False
 
         def run(block: nn.Module, *args: Tensor) -> Tensor:
+            if not self.checkpointed:
+                return block(*args)
             return gradient_checkpoint_forward(
                 block,
                 *args,
-                use_gradient_checkpointing=self.checkpointed,
+                use_gradient_checkpointing=True,
                 use_gradient_checkpointing_offload=offload,
             )
 

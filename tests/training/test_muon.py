@@ -11,6 +11,7 @@ from torch import nn
 from models import build_autoencoder
 from runtime.precision import Precision
 from settings import AutoencoderSettings, DeviceSettings, TrainingSettings
+from training import muon
 from training.muon import Muon, orthogonal
 from training.optimization import Updater
 
@@ -27,9 +28,11 @@ def test_orthogonal_matrices_keep_their_singular_vectors_and_lose_their_values(s
     assert 0.65 < values.min() < values.max() < 1.25, "where the five rounds of the polynomial take them"
 
 
-def test_updates_are_orthogonal_momentum_in_steps_of_adams_size():
+@pytest.mark.parametrize("stacked", [muon.STACKED_VALUES, 2 * 2160])
+def test_updates_are_orthogonal_momentum_in_steps_of_adams_size(stacked, monkeypatch):
+    monkeypatch.setattr(muon, "STACKED_VALUES", stacked)
     torch.manual_seed(0)
-    kernels = [nn.Parameter(torch.randn(8, 10, 3, 3, 3)), nn.Parameter(torch.randn(8, 10, 3, 3, 3))]
+    kernels = [nn.Parameter(torch.randn(8, 10, 3, 3, 3)) for _ in range(3)]
     expected = [kernel.detach().clone() for kernel in kernels]
     momenta = [torch.zeros_like(kernel) for kernel in expected]
     optimizer = Muon(kernels, lr=0.01)
@@ -64,10 +67,10 @@ def test_kernels_between_layers_of_many_channels_are_muons_and_the_rest_is_adams
     network = build_autoencoder(settings)
     precision = Precision(DeviceSettings(mixed_precision=False), torch.device("cpu"))
     updater = Updater("autoencoder", network, 0.1, TrainingSettings(), precision, uses_muon=True)
-    adam, muon = ([p for group in o.param_groups for p in group["params"]] for o in updater.optimizers)
-    assert {id(p) for p in adam} | {id(p) for p in muon} == {id(p) for p in network.parameters()}
-    assert len(adam) + len(muon) == len(list(network.parameters()))
-    names = {name for name, p in network.named_parameters() if any(p is kernel for kernel in muon)}
+    others, kernels = ([p for group in o.param_groups for p in group["params"]] for o in updater.optimizers)
+    assert {id(p) for p in others} | {id(p) for p in kernels} == {id(p) for p in network.parameters()}
+    assert len(others) + len(kernels) == len(list(network.parameters()))
+    names = {name for name, p in network.named_parameters() if any(p is kernel for kernel in kernels)}
     assert {"encoder.blocks.1.conv1.conv.weight", "decoder.blocks.1.conv2.conv.weight"} <= names
     assert all(name.endswith("conv.weight") for name in names)
     # The ends of both halves have 1 and 3 channels, and shortcuts and the latent's convolutions have one tap.
