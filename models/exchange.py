@@ -40,12 +40,11 @@ _MARKS = {
 }
 
 # MONAI Generative 0.2.3 -> MONAI 1.6. Attention moved into a block of its own, and the convolution after upsampling was
-# renamed. In the transformer blocks of conditioned U-Nets only the output projection changed.
+# renamed. Networks with transformer blocks, which ours lack, are refused later under their own names.
 # proj_attn is not renamed but left out: MONAI Generative creates this projection and never applies it. MONAI's own
 # load_old_state_dict loads it into out_proj, which MONAI does apply, and so changes what the network computes.
 _GENERATIVE_RENAMES = (
     (r"^((?!.*\.transformer_blocks\.).*)(?<!\.attn)\.(to_[qkv])\.(weight|bias)$", r"\1.attn.\2.\3"),
-    (r"(\.transformer_blocks\..*)\.to_out\.0\.(weight|bias)$", r"\1.out_proj.\2"),
     (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
     (r"\.upsampler\.conv\.conv\.(weight|bias)$", r".upsampler.postconv.conv.\1"),
 )

@@ -35,15 +35,12 @@ SCANS: dict[str, dict[str, Any]] = {
     "regions": {"regions": ["head", "chest"]},
     "nothing": {},
 }
-INPUTS = {
-    "regions": (("top_region", 4), ("bottom_region", 4), ("spacing", 3)),
-    "modality": (("spacing", 3),),
-}
+INPUTS = {"regions": tuple(ARGUMENTS), "modality": ("spacing_tensor",)}
 
 
-def settings_with(scan: dict[str, Any], **training: Any) -> Settings:
+def settings_with(scan: dict[str, Any], unet: dict[str, Any] | None = None, **training: Any) -> Settings:
     """Settings of a small U-Net that is told of its scans."""
-    return validate({"ldm": {"unet": UNET, "conditioning": {"scan": scan}, "training": training}})
+    return validate({"ldm": {"unet": {**UNET, **(unet or {})}, "conditioning": {"scan": scan}, "training": training}})
 
 
 def maisi(scan: dict[str, Any], **options: Any) -> DiffusionModelUNetMaisi:
@@ -57,17 +54,15 @@ def maisi(scan: dict[str, Any], **options: Any) -> DiffusionModelUNetMaisi:
     return with_lively_weights(network)
 
 
-def inputs_of(scan: dict[str, Any], batch: int, grid: tuple[int, ...], dtype: torch.dtype) -> tuple[dict, dict]:
+def inputs_of(scan: dict[str, Any], batch: int, grid: tuple[int, ...]) -> tuple[dict, dict]:
     """The same inputs as MAISI's network takes them, and as ours does."""
     torch.manual_seed(batch)
     kind = "regions" if "regions" in scan else "modality"
-    told = {name: torch.rand(batch, width, dtype=dtype) for name, width in INPUTS[kind] if scan}
-    common = {"x": torch.randn(batch, 3, *grid, dtype=dtype), "timesteps": torch.arange(1, 1 + batch) * 100}
+    theirs = {name: torch.rand(batch, ARGUMENTS[name]) for name in INPUTS[kind] if scan}
+    common = {"x": torch.randn(batch, 3, *grid), "timesteps": torch.arange(1, 1 + batch) * 100}
     if "modality" in scan:
         common["class_labels"] = torch.arange(batch) + 1
-    names = {"top_region": "top_region_index_tensor", "bottom_region": "bottom_region_index_tensor"}
-    theirs = {names.get(name, "spacing_tensor"): value for name, value in told.items()}
-    return {**common, **theirs}, {**common, **({"scan": torch.cat(list(told.values()), dim=1)} if told else {})}
+    return {**common, **theirs}, {**common, **({"scan": torch.cat(list(theirs.values()), dim=1)} if theirs else {})}
 
 
 def ours_with(theirs: DiffusionModelUNetMaisi, settings: Settings) -> Any:
@@ -82,10 +77,9 @@ def ours_with(theirs: DiffusionModelUNetMaisi, settings: Settings) -> Any:
 def test_imported_unet_computes_what_maisi_computes(name):
     theirs = maisi(SCANS[name], include_fc=name != "all")
     ours = ours_with(theirs, settings_with(SCANS[name]))
-    for batch, grid in ((1, (8, 4, 4)), (2, (4, 8, 6)), (3, (4, 4, 4))):
-        given, mine = inputs_of(SCANS[name], batch, grid, torch.float32)
-        with torch.no_grad():
-            torch.testing.assert_close(ours(**mine), theirs(**given), rtol=1e-5, atol=1e-5)
+    given, mine = inputs_of(SCANS[name], 2, (4, 8, 6))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**mine), theirs(**given), rtol=1e-5, atol=1e-5)
 
 
 class AsMaisi(torch.nn.Module):
@@ -112,7 +106,7 @@ class AsMaisi(torch.nn.Module):
 
 @cache
 def problem(name: str, batch: int) -> Problem:
-    _, mine = inputs_of(SCANS[name], batch, (4, 6, 4), torch.float32)
+    _, mine = inputs_of(SCANS[name], batch, (4, 6, 4))
     numbers = [same_in_every_dtype(100 * mine["scan"])] if "scan" in mine else []
     labels = [mine["class_labels"]] if "class_labels" in mine else []
 
@@ -155,38 +149,25 @@ def test_weights_of_maisi_are_refused_as_those_of_monai():
         to_our_names(maisi(SCANS["all"]).state_dict(), "monai", PATH)
 
 
-def ldm_settings(**training):
-    unet = {
-        "num_channels": [8, 16, 16],
-        "num_res_blocks": [1, 2, 1],
-        "attention_levels": [False, True, True],
-        "num_head_channels": [0, 8, 4],
-        "norm_num_groups": 4,
-    }
-    return Settings.model_validate({"ldm": {"unet": unet, "training": training}}).ldm
-
-
 def test_middle_attends_where_the_last_level_does_not():
-    settings = ldm_settings()
-    unet = settings.unet.model_copy(update={"attention_levels": (False, True, False), "num_head_channels": 8})
-    model = build_unet(settings.model_copy(update={"unet": unet}), latent_channels=3)
+    settings = settings_with({}, {"attention_levels": [True, False], "num_head_channels": 8})
+    model = build_unet(settings.ldm, latent_channels=3)
     assert model.middle_block.attention.attn.num_heads == 2
     assert model(torch.randn(1, 3, 8, 8, 8), torch.tensor([5])).shape == (1, 3, 8, 8, 8)
 
 
 def test_a_mean_map_is_concatenated_to_every_input_and_padded_with_it():
-    settings = ldm_settings()
-    model = build_unet(settings, latent_channels=3, mean_map_shape=(3, 8, 6, 8)).double()
+    settings = settings_with({}).ldm
+    model = build_unet(settings, latent_channels=3, mean_map_shape=(3, 8, 5, 8)).double()
     assert set(model.state_dict()) - set(build_unet(settings, latent_channels=3).state_dict()) == {"mean_map"}
     assert model.mean_map is not None
-    stock = DiffusionModelUNet(**unet_arguments(settings, 3, (3, 8, 6, 8))).double()
-    for parameter in model.parameters():
-        parameter.data.add_(0.05 * torch.randn_like(parameter))
-    model.mean_map.copy_(torch.randn(1, 3, 8, 6, 8))
+    stock = DiffusionModelUNet(**unet_arguments(settings, 3, (3, 8, 5, 8))).double()
+    with_lively_weights(model)
+    model.mean_map.copy_(torch.randn(1, 3, 8, 5, 8))
     stock.load_state_dict({name: value for name, value in model.state_dict().items() if name != "mean_map"})
-    # A latent of 8 x 6 x 8, padded to the multiple of four that the levels need.
-    latents = F.pad(torch.randn(2, 3, 8, 6, 8, dtype=torch.float64), (0, 0, 0, 2))
-    means = F.pad(model.mean_map, (0, 0, 0, 2)).expand(2, -1, -1, -1, -1)
+    # A latent of 8 x 5 x 8, padded to the multiple of two that the levels need.
+    latents = F.pad(torch.randn(2, 3, 8, 5, 8, dtype=torch.float64), (0, 0, 0, 1))
+    means = F.pad(model.mean_map, (0, 0, 0, 1)).expand(2, -1, -1, -1, -1)
     times = torch.tensor([5, 900])
     expected = stock(torch.cat([latents, means], dim=1), times)
     torch.testing.assert_close(model(latents, times), expected, rtol=1e-10, atol=1e-12)
