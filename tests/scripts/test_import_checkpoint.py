@@ -234,7 +234,7 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     exported, back = tmp_path / f"unet{suffix}", tmp_path / "back"
     arguments = ["--from", "monai", "--weights", exported, "--config", run / "config.yaml", "--out", back]
     assert run_here("scripts/export_checkpoint.py", "--weights", run / "ldm.safetensors", "--out", exported) == 0
-    assert run_here(SCRIPT, *arguments) == 0
+    assert run_here(IMPORT[0], *arguments) == 0
     shutil.copy(run / "autoencoder.safetensors", back)
     (expected, before), (found, after) = (TrainedRun(folder).unet() for folder in (run, back))
     assert expected.mean_map is not None
@@ -247,7 +247,7 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     beside = tmp_path / "unet_sampling.safetensors"
     state, metadata = load_weights(beside)
     save_weights(beside, {"mean_map": state["mean_map"]}, metadata)
-    assert run_here(SCRIPT, *arguments) == 2
+    assert run_here(IMPORT[0], *arguments) == 2
     assert "unet_sampling.safetensors: not what was exported beside unet" in capsys.readouterr().err
 
 
