@@ -148,9 +148,7 @@ class VolumeCodec:
         slab = _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4)
         self._rows, self.num_levels = _fitting_rows(self.slab_rows, slab // row), len(levels)
         self.host = HostSpace(_HOST_ABOVE, host)
-        log.info(
-            "%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self._rows, needed / GIB
-        )
+        log.info("%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self._rows, needed / GIB)
 
     def available_bytes(self) -> int:
         """Return the budget, or without one the free memory of the device."""

@@ -242,6 +242,8 @@ class Enlarged(RowSource):
 
 def _merged(conv: nn.Conv3d, pointwise: nn.Conv3d) -> tuple[Tensor, Tensor]:
     """Return weight and bias of the convolution that equals one and then a pointwise one."""
+    assert conv.bias is not None, "MONAI's convolutions have a bias"
+    assert pointwise.bias is not None, "MONAI's convolutions have a bias"
     weight, matrix = full_precision(conv.weight), full_precision(pointwise.weight).flatten(1)
     bias = torch.addmv(full_precision(pointwise.bias), matrix, full_precision(conv.bias))
     return torch.tensordot(matrix, weight, 1), bias
@@ -250,6 +252,8 @@ def _merged(conv: nn.Conv3d, pointwise: nn.Conv3d) -> tuple[Tensor, Tensor]:
 class UpsampleBlock(LeanBlock):
     """Nearest-neighbour upsampling by `strides`, in MONAI's block two along each axis, then a convolution."""
 
+    always_keeps_only_input = True
+
     def __init__(self, stock: Upsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
         self.postconv, self.strides = stock.postconv, tuple(strides)
@@ -257,11 +261,6 @@ class UpsampleBlock(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return the enlarged volume."""
         return upsample_conv(x, self.postconv.conv, self.strides)
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
 
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
@@ -355,6 +354,8 @@ class DownsampleBlock(LeanBlock):
     The input is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one.
     """
 
+    always_keeps_only_input = True
+
     def __init__(self, stock: AEKLDownsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
         self.conv, self.strides = stock.conv, tuple(strides)
@@ -366,11 +367,6 @@ class DownsampleBlock(LeanBlock):
     @override
     def consume(self, x: Volume) -> Volume:
         return self(x) if isinstance(x, Tensor) else super().consume(x)
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
 
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:

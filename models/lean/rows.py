@@ -53,7 +53,7 @@ CountedVolume = TypeVar("CountedVolume", bound=Volume)
 class ComputedRows(RowSource):
     """Rows that a function of their start and end computes whenever they are read.
 
-    `then`, where it is given, returns what a pointwise convolution makes of them, without computing the rows themselves.
+    `then`, where it is given, returns what a pointwise convolution makes of them without computing the rows first.
     """
 
     then: Callable[[nn.Conv3d], ComputedRows] | None = None

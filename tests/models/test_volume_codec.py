@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
 import torch
 
+from memory.predict.emulation import measure_peak
+from memory.predict.tracker import MemoryTracker
 from models import build_autoencoder, volume_codec
 from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace
 from models.volume_codec import VolumeCodec
@@ -105,14 +108,33 @@ def test_a_budget_that_only_the_device_can_exceed_is_exceeded_in_words(codec_of,
     assert "32x16x16: 0.0 GiB of host memory are too few, so it is computed on the device" in caplog.text
 
 
-def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count, monkeypatch):
-    codec, _ = codec_of(0)
+THREE_LEVELS = {"autoencoder__attention_levels": [False] * 3, "autoencoder__num_res_blocks": 1}
+WIDE = {**THREE_LEVELS, "autoencoder__num_channels": [8, 8, 128], "autoencoder__strides": [[1, 2, 2], [1, 1, 2]]}
+"""The volumes of the lowest level are larger than those of the two others together."""
+
+
+@pytest.mark.parametrize(("changes", "host"), [({}, 1 << 13), (WIDE, 12 * 4 * torch.Size(GRID).numel())])
+def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count, monkeypatch, changes, host):
+    codec, _ = codec_of(0, **changes)
     monkeypatch.setattr(codec, "_device_bytes", lambda: 1 << 13)
-    with (
-        observed_by(FullHost()),
-        pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"),
-    ):
-        codec.decode(torch.zeros(3, 16, 8, 8))
+    monkeypatch.setattr(FullHost, "free_host_bytes", lambda self: host)
+    sentence = r"a volume of 32x16x16 takes .* GiB of host memory besides .* are free to this process .*; make room"
+    with observed_by(FullHost()), pytest.raises(HostMemoryError, match=sentence):
+        codec.encode(torch.zeros(1, *GRID))
+
+
+def test_a_decode_keeps_to_its_budget_and_computes_less_twice_where_there_is_room(codec_of):
+    def decode(budget: int, found: MemoryTracker) -> None:
+        codec, _ = codec_of(budget, **THREE_LEVELS, autoencoder__num_channels=[32, 64, 128])
+        found.reset()
+        codec.decode(torch.zeros(3, 64, 64, 32))
+
+    whole, tight, wide = (
+        measure_peak(functools.partial(decode, budget), cuda=False) for budget in (1 << 50, 3 << 29, 3 << 30)
+    )
+    assert tight.peak["device"] < min(3 << 29, 0.25 * whole.peak["device"])
+    assert tight.peak["device"] < wide.peak["device"] < 3 << 30
+    assert 1.5 * whole.flops.total() > tight.flops.total() > 1.05 * wide.flops.total()
 
 
 def test_progress_is_shown_where_a_volume_passes_through_host_memory(

@@ -28,7 +28,8 @@ def cgroups(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("membership", "root", "names"), [("0::/job/step\n", "", V2), ("5:cpu:/job\n4:memory:/job/step\n0::/\n", "memory/", V1)]
+    ("membership", "root", "names"),
+    [("0::/job/step\n", "", V2), ("5:cpu:/job\n4:memory:/job/step\n0::/\n", "memory/", V1)],
 )
 @pytest.mark.parametrize(
     ("of_job", "of_step", "left"),

@@ -14,8 +14,6 @@ from tests.models import autoencoders
 from tests.models.gradients import channels_last
 
 SIZES = [(2, 3, 4), (5, 2, 3), (3, 5, 7), (4, 4, 1)]
-
-
 STRIDES = [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1), (1, 1, 2)]
 
 
