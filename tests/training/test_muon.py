@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memory.kernels.operators import is_kernel
 from models import build_autoencoder
 from runtime.precision import Precision
 from settings import AutoencoderSettings, DeviceSettings, TrainingSettings
@@ -60,6 +62,31 @@ def test_a_blocked_update_leaves_kernels_and_momentum_alone():
     optimizer.step()
     assert torch.equal(kernel, before)
     assert torch.equal(optimizer.state[kernel]["momentum"], momentum)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU would start a kernel for."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += is_kernel(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_of_one_shape_take_as_many_launches_as_one():
+    found = []
+    for number in (1, 5):
+        values = [torch.randn(8, 10, 3, 3, 3).contiguous(memory_format=torch.channels_last_3d) for _ in range(number)]
+        optimizer = Muon([nn.Parameter(value) for value in values], lr=0.1)
+        optimizer.found_inf = torch.zeros(())
+        for kernel in optimizer.param_groups[0]["params"]:
+            kernel.grad = torch.ones_like(kernel)
+        optimizer.step()  # makes the momenta
+        with Launches() as seen:
+            optimizer.step()
+        found.append(seen.number)
+    assert found[0] == found[1] > 0
 
 
 def test_kernels_between_layers_of_many_channels_are_muons_and_the_rest_is_adams():
