@@ -97,11 +97,11 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
     """
     kinds = [kind for kind in kinds_of(s) if kind.draws]
     has_several = sum(len(kind.draws) for kind in kinds) > 1
-    together, of_all = (draw(name) if has_several else torch.ones(()) for name in ("hide together", "hide all"))
+    joint = [draw("hide together") < JOINT_DROPOUT_PROBABILITY, draw("hide all")] if has_several else []
 
     def is_hidden(purpose: str) -> Tensor:
         own = draw(purpose)
-        return (torch.where(together < JOINT_DROPOUT_PROBABILITY, of_all, own) if has_several else own) < s.dropout
+        return (torch.where(joint[0], joint[1], own) if joint else own) < s.dropout
 
     changed = {kind.name: kind.some_hidden(condition.parts[kind.name], is_hidden) for kind in kinds}
     return ConditionBatch({**condition.parts, **changed})
