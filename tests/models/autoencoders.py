@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from monai.networks.blocks import Upsample
 from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import LeanAutoencoder, build_autoencoder
 from settings import Settings
 
 
@@ -38,19 +36,6 @@ def stock_like(settings: Any) -> AutoencoderKL:
         with_decoder_nonlocal_attn=settings.has_middle_attention,
         use_flash_attention=True,
     )
-
-
-def pair(settings: Any) -> tuple[AutoencoderKL, LeanAutoencoder]:
-    """Two networks with the same weights, none of them at a special value such as a norm's one and zero."""
-    torch.manual_seed(0)
-    stock = stock_like(settings)
-    for parameter in stock.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    lean = build_autoencoder(settings)
-    assert isinstance(lean, LeanAutoencoder)
-    lean.load_state_dict(stock.state_dict())
-    return stock, lean
 
 
 def downsampled(x: Tensor, conv: nn.Conv3d, strides: Sequence[int]) -> Tensor:
