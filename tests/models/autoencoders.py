@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from monai.networks.blocks import Upsample
 from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import LeanAutoencoder, build_autoencoder
 from settings import Settings
 
 
@@ -40,28 +38,16 @@ def stock_like(settings: Any) -> AutoencoderKL:
     )
 
 
-def pair(settings: Any) -> tuple[AutoencoderKL, LeanAutoencoder]:
-    """Two networks with the same weights, none of them at a special value such as a norm's one and zero."""
-    torch.manual_seed(0)
-    stock = stock_like(settings)
-    for parameter in stock.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    lean = build_autoencoder(settings)
-    assert isinstance(lean, LeanAutoencoder)
-    lean.load_state_dict(stock.state_dict())
-    return stock, lean
-
-
-def downsampled(x: Tensor, weight: Tensor, bias: Tensor | None, strides: Sequence[int]) -> Tensor:
+def downsampled(x: Tensor, conv: nn.Conv3d, strides: Sequence[int]) -> Tensor:
     """Pad as MONAI does along axes of stride two, and as any convolution of the same size along the others."""
     padding = [amount for stride in reversed(strides) for amount in ((0, 1) if stride == 2 else (1, 1))]
-    return F.conv3d(F.pad(x, padding), weight, bias, stride=tuple(strides))
+    return F.conv3d(F.pad(x, padding), conv.weight, conv.bias, stride=tuple(strides))
 
 
-def upsampled(x: Tensor, weight: Tensor, bias: Tensor | None, strides: Sequence[int], mode: str = "nearest") -> Tensor:
+def upsampled(x: Tensor, conv: nn.Conv3d, strides: Sequence[int], mode: str = "nearest") -> Tensor:
     """Repeat or interpolate voxels along axes of stride two, then convolve."""
-    return F.conv3d(F.interpolate(x, scale_factor=tuple(map(float, strides)), mode=mode), weight, bias, padding=1)
+    larger = F.interpolate(x, scale_factor=tuple(map(float, strides)), mode=mode)
+    return F.conv3d(larger, conv.weight, conv.bias, padding=1)
 
 
 class PlainDownsample(nn.Module):
@@ -70,7 +56,7 @@ class PlainDownsample(nn.Module):
         self.conv, self.strides = stock.conv, strides
 
     def forward(self, x: Tensor) -> Tensor:
-        return downsampled(x, self.conv.conv.weight, self.conv.conv.bias, self.strides)
+        return downsampled(x, self.conv.conv, self.strides)
 
 
 class PlainUpsample(nn.Module):
@@ -79,7 +65,7 @@ class PlainUpsample(nn.Module):
         self.postconv, self.strides, self.mode = stock.postconv, strides, mode
 
     def forward(self, x: Tensor) -> Tensor:
-        return upsampled(x, self.postconv.conv.weight, self.postconv.conv.bias, self.strides, self.mode)
+        return upsampled(x, self.postconv.conv, self.strides, self.mode)
 
 
 def plain_autoencoder(settings: Any) -> AutoencoderKL:

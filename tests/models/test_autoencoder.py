@@ -11,32 +11,24 @@ from memory.predict.step import build_step
 from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator, build_unet
 from models.lean import checkpointing, slabs
 from settings import Settings, validate
-from tests.models.autoencoders import pair, settings_of, stock_like
+from tests.models.autoencoders import settings_of, stock_like
 from tests.support.tiny_config import TINY
 
 
-def test_weights_move_both_ways_between_lean_and_monai():
+def test_names_and_initial_weights_are_those_of_monai_in_its_order():
     settings = settings_of(attention_levels=[False, True, True])
-    lean, stock = build_autoencoder(settings), stock_like(settings)
-    assert list(lean.state_dict()) == list(stock.state_dict())
-    assert [name for name, _ in lean.named_parameters()] == [name for name, _ in stock.named_parameters()]
-    stock.load_state_dict(lean.state_dict())
-    lean.load_state_dict(stock.state_dict())
+    torch.manual_seed(3)
+    lean = build_autoencoder(settings)
+    torch.manual_seed(3)
+    stock = stock_like(settings)
     assert isinstance(lean, AutoencoderKL)
-
-
-def test_same_seed_gives_the_initial_weights_of_monai():
-    settings = settings_of()
-    torch.manual_seed(3)
-    lean = build_autoencoder(settings).state_dict()
-    torch.manual_seed(3)
-    for name, value in stock_like(settings).state_dict().items():
-        assert torch.equal(lean[name], value), name
+    assert [name for name, _ in lean.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    assert list(lean.state_dict()) == list(stock.state_dict())
+    assert all(map(torch.equal, lean.state_dict().values(), stock.state_dict().values()))
 
 
 def test_implementation_monai_runs_the_stock_blocks_with_given_noise():
-    settings = settings_of({"use_gradient_checkpointing": True}, implementation="monai")
-    model = build_autoencoder(settings)
+    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True}, implementation="monai"))
     assert type(model) is StockAutoencoder
     assert model.use_checkpoint
     x = torch.randn(1, 1, 8, 8, 8)
@@ -47,7 +39,7 @@ def test_implementation_monai_runs_the_stock_blocks_with_given_noise():
 
 
 @pytest.mark.parametrize("implementation", ["lean", "monai"])
-@pytest.mark.parametrize("blocks", [0, [2, 0, 2], [0, 0, 1], [1, 1, 0]], ids=str)
+@pytest.mark.parametrize("blocks", [0, [2, 0, 2], [0, 0, 1]], ids=str)
 def test_levels_without_residual_blocks_train(implementation, blocks):
     settings = settings_of(num_channels=[8, 16, 32], num_res_blocks=blocks, implementation=implementation)
     model = build_autoencoder(settings)
@@ -107,14 +99,9 @@ def test_fewer_levels_checkpoint_fewer_blocks(counted):
         model.gradient_checkpointing_enable(levels=4)
 
 
-@pytest.mark.parametrize("options", [{}, {"slab_rows": 4}, {"use_gradient_checkpointing_offload": True}], ids=str)
-def test_frozen_decoder_is_checkpointed_and_passes_gradients_to_the_latent_only(monkeypatch, counted, options):
-    monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True, **options})).requires_grad_(False)
-    latent = torch.randn(1, 3, 3, 2, 2, requires_grad=True)
-    model.decode(latent).square().sum().backward()
-    assert latent.grad is not None
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_frozen_decoder_is_checkpointed(counted):
+    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True})).requires_grad_(False)
+    model.decode(torch.randn(1, 3, 3, 2, 2, requires_grad=True))
     assert len(counted) > 5
 
 
@@ -132,16 +119,13 @@ def test_builder_applies_the_memory_knobs_of_the_settings():
 
 def test_inference_in_slabs_overwrites_nothing_that_was_given_to_it(monkeypatch):
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    _, lean = pair(settings_of({"slab_rows": 4}))
-    x, latent = torch.randn(1, 1, 12, 8, 8), torch.randn(1, 3, 3, 2, 2)
-    features = torch.randn(1, 8, 12, 8, 8)
-    given = [tensor.clone() for tensor in (x, latent, features)]
+    lean = build_autoencoder(settings_of({"slab_rows": 4}))
+    given = torch.randn(1, 1, 12, 8, 8), torch.randn(1, 3, 3, 2, 2), torch.randn(1, 8, 12, 8, 8)
+    before = [tensor.clone() for tensor in given]
     with torch.no_grad():
-        lean.encode(x)
-        lean.decode(latent)
-        lean.encoder.blocks[1](features)
-    for tensor, before in zip((x, latent, features), given, strict=True):
-        assert torch.equal(tensor, before)
+        for run, tensor in zip((lean.encode, lean.decode, lean.encoder.blocks[1]), given, strict=True):
+            run(tensor)
+    assert all(map(torch.equal, given, before))
 
 
 def test_a_copy_has_its_own_last_layers():
@@ -160,7 +144,7 @@ def test_slabs_of_one_row_are_refused():
 
 
 def test_a_constant_volume_has_finite_gradients_in_slabs():
-    _, lean = pair(settings_of({"slab_rows": 4}))
+    lean = build_autoencoder(settings_of({"slab_rows": 4}))
     reconstruction, mean, sigma = lean(torch.zeros(1, 1, 12, 8, 8), torch.zeros(1, 3, 3, 2, 2))
     (reconstruction.square().sum() + mean.sum() + sigma.sum()).backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in lean.parameters())
@@ -173,22 +157,6 @@ def test_discriminator_returns_features_and_ends_with_logits():
     norms = {type(module).__name__ for module in build_discriminator(settings_of()).modules()}
     assert "InstanceNorm" in norms
     assert not any("BatchNorm" in name for name in norms)
-
-
-def test_strides_of_two_written_out_change_no_bit():
-    x = torch.randn(2, 2, 8, 8, 4)
-    found = []
-    for strides in (2, [[2, 2, 2], [2, 2, 2]]):
-        torch.manual_seed(0)
-        model = build_autoencoder(settings_of({"slab_rows": 2}, in_channels=2, strides=strides))
-        assert isinstance(model, LeanAutoencoder)
-        reconstruction, mean, _ = model(x, torch.zeros(2, 3, 2, 2, 1))
-        (reconstruction.sum() + mean.sum()).backward()
-        found.append((list(model.state_dict()), reconstruction, [p.grad for p in model.parameters()]))
-    (keys, first, gradients), (other_keys, second, other_gradients) = found
-    assert keys == other_keys
-    assert torch.equal(first, second)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])

@@ -76,19 +76,10 @@ def in_double(theirs: EMAQuantizer) -> Any:
     return quantize
 
 
-def test_the_nearest_code_does_not_depend_on_how_many_distances_are_held_at_a_time(monkeypatch):
-    torch.manual_seed(0)
-    quantiser, latent = VectorQuantiser(CODES, CHANNELS, DECAY, 0.0), latents(1)
-    whole = quantiser.codes(latent)
-    monkeypatch.setattr(bottleneck_module, "_MOST_DISTANCES", 7 * CODES)
-    assert torch.equal(quantiser.codes(latent), whole)
-    distances = torch.cdist(latent.movedim(1, -1).reshape(-1, CHANNELS), quantiser.codebook)
-    assert torch.equal(whole.flatten(), distances.argmin(dim=1))
-
-
 @pytest.mark.parametrize("offset", [0.0, 100.0, -3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_the_nearest_ones_also_far_from_zero_and_under_autocast(offset, dtype):
+def test_codes_are_the_nearest_ones_also_far_from_zero_and_under_autocast(offset, dtype, monkeypatch):
+    monkeypatch.setattr(bottleneck_module, "_MOST_DISTANCES", 7 * 512)  # so that they are compared in parts
     generator = torch.Generator().manual_seed(0)
     quantiser = VectorQuantiser(512, CHANNELS, DECAY, 0.0)
     quantiser.codebook.copy_(offset + torch.randn(512, CHANNELS, generator=generator))
@@ -158,15 +149,9 @@ def test_use_and_perplexity_count_what_occurs():
     assert float(use["perplexity"]) == pytest.approx(2.0)
 
 
-def build(values: dict[str, Any], kind: str, **changes: Any) -> Any:
-    values = copy.deepcopy(values)
-    values["autoencoder"].update({"bottleneck": kind, "codebook_size": CODES, **changes})
-    torch.manual_seed(0)
-    return build_autoencoder(Settings.model_validate(values).autoencoder)
-
-
 def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values):
-    network = build(tiny_values, "vq").eval()
+    tiny_values["autoencoder"] |= {"bottleneck": "vq", "codebook_size": CODES}
+    network: Any = build_autoencoder(Settings.model_validate(tiny_values).autoencoder).eval()
     volume = latents(0, channels=1).repeat(1, 1, 2, 2, 2)[:, :, :8, :4, :8]
     with torch.no_grad():
         reconstruction, latent, codes = network(volume)
@@ -174,6 +159,6 @@ def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values):
         assert torch.equal(mean, latent)
         assert not sigma.any()
         assert torch.equal(network.decode(latent), reconstruction)
-        values = network.quantiser.embed(codes)
-        assert torch.equal(network.decode(values), reconstruction)
-        assert not torch.equal(values, latent)
+        quantised = network.quantiser.embed(codes)
+        assert torch.equal(network.decode(quantised), reconstruction)
+        assert not torch.equal(quantised, latent)

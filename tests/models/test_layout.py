@@ -29,20 +29,14 @@ def test_volumes_are_arranged_without_changing_a_value(shape):
         assert shape[1] > 1 or found.data_ptr() == x.data_ptr()
 
 
-def test_one_channel_in_channels_last_is_convolved_into_channels_last():
-    out = torch.nn.Conv3d(1, 4, 3)(arranged(torch.randn(2, 1, 5, 5, 5), CHANNELS_LAST))
-    assert layout_of(out) == CHANNELS_LAST
-
-
 def test_setting_a_layout_keeps_weights_names_and_what_is_frozen():
     model: Any = ours("autoencoder", {})
     model.decoder.requires_grad_(False)
-    before, frozen = copy.deepcopy(model.state_dict()), {n for n, p in model.named_parameters() if not p.requires_grad}
+    before = [(name, p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()]
     model.set_layout(CHANNELS_LAST)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+    for (name, value, is_trained), (new_name, p) in zip(before, model.named_parameters(), strict=True):
+        assert (new_name, p.requires_grad) == (name, is_trained)
+        assert torch.equal(p, value)
     volumes = [p for p in model.parameters() if p.dim() == 5 and p[0].numel() > 1]
     assert volumes
     assert all(p.is_contiguous(memory_format=CHANNELS_LAST) for p in volumes)
@@ -104,38 +98,26 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def values_of(memory_format, training, unet):
+IN_SLABS = {"use_gradient_checkpointing": True, "slab_rows": 4}
+STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, {"resblock_updown": True})]
+
+
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+@pytest.mark.parametrize(("stage", "training", "unet"), STEPS, ids=str)
+def test_no_volume_changes_its_layout_in_a_step_but_for_attention(two_threads, stage, training, unet, memory_format):
     values = copy.deepcopy(TINY)
     values["data"]["voxel_size"] = [16, 16, 24]  # no level is as small as a kernel
     values["device"]["memory_format"] = memory_format
     values["autoencoder"]["training"] |= training
     values["ldm"]["unet"] |= unet
-    return validate(values)
-
-
-IN_SLABS = {"use_gradient_checkpointing": True, "slab_rows": 4}
-UPDOWN = {"resblock_updown": True}
-
-
-def watched(stage, memory_format, training, unet):
-    step = build_step(values_of(memory_format, training, unet), stage)
+    step = build_step(validate(values), stage)
     with LayoutWatch() as watch:
         step([step.example_batch(2)], 1)
     assert watch.convolutions > 10
-    return watch.mixed
-
-
-STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, UPDOWN)]
-
-
-@pytest.mark.parametrize(("stage", "training", "unet"), STEPS, ids=str)
-def test_no_volume_leaves_channels_last_in_a_step(two_threads, stage, training, unet):
-    assert watched(stage, "channels_last", training, unet) == []
-
-
-@pytest.mark.parametrize(("stage", "training", "unet"), STEPS, ids=str)
-def test_only_the_norms_of_attention_change_the_layout_in_a_contiguous_step(two_threads, stage, training, unet):
-    # Attention works on tokens, whose channels lie side by side; its norm writes them, and takes their gradient.
-    names = [name for name, _ in watched(stage, "contiguous", training, unet)]
-    assert set(names) == {"lean::group_norm", "lean::group_norm_backward"}
-    assert names.count("lean::group_norm_backward") == 4  # blocks with attention, in either stage
+    found = [name for name, _ in watch.mixed]
+    if memory_format == "channels_last":
+        assert not found
+    else:
+        # Attention works on tokens, whose channels lie side by side; its norm writes them, and takes their gradient.
+        assert set(found) == {"lean::group_norm", "lean::group_norm_backward"}
+        assert found.count("lean::group_norm_backward") == 4  # blocks with attention, in either stage

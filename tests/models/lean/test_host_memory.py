@@ -20,7 +20,6 @@ from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
-from training.ldm_step import PixelLoss
 
 PLENTY = 1 << 40
 SHAPES = st.fixed_dictionaries(
@@ -61,22 +60,19 @@ def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int
     return torch.randn(batch, 1, *grid, generator=draw), torch.randn(batch, 3, *latent_grid, generator=draw)
 
 
-def passed(model: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """Encode and decode; the latent that is decoded does not depend on how the volume was encoded."""
-    latent = torch.randn(model.encode(x)[0].shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
-    return *model.encode(x), model.decode(latent)
-
-
 def in_both_ways(model: Any, x: Tensor, rows: int, levels: int, host: HostSpace) -> list[tuple[Tensor, ...]]:
+    """Encode and decode on the device and from the host; the latent that is decoded does not depend on the first."""
     results = []
     with small_work_counts(), torch.no_grad():
         for arguments in ((0,), (rows, levels, host)):
             model.set_slab_rows(*arguments)
-            results.append(passed(model, x))
+            mean, sigma = model.encode(x)
+            latent = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+            results.append((mean, sigma, model.decode(latent)))
     return results
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     shape=SHAPES,
     layout=LAYOUTS,
@@ -131,7 +127,7 @@ def test_remembered_rows_are_read_once(ahead):
     assert volume.count == 17
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     shape=SHAPES,
     layout=LAYOUTS,
@@ -232,17 +228,6 @@ def test_host_memory_of_a_step_is_known_before_it_is_taken(nested, caplog):
     again = build_autoencoder(chosen)
     with observed_by(SmallHost()), pytest.raises(HostMemoryError, match=sentence):
         again(torch.zeros(2, 1, *grid))
-
-
-def test_pixel_loss_has_the_same_gradient_through_levels_in_host_memory():
-    model = network(variant="maisi").double().requires_grad_(False).eval()
-    precision = Precision(Settings().with_overrides({"device.mixed_precision": False}).device, torch.device("cpu"))
-    loss = PixelLoss(Settings().ldm.training.pixel_loss, model, precision)
-    predicted, clean = torch.randn(2, 2, 3, 3, 2, 2, generator=torch.Generator().manual_seed(3)).double()
-    expected = loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0)
-    model.offload_levels(2, 3)
-    for found, true in zip(loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0), expected, strict=True):
-        torch.testing.assert_close(found, true, rtol=1e-6, atol=1e-9)  # the loss is in fp32
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Raw kernels are called in one module, which gives the same numbers for every layout of its arguments."""
 
 import ast
-import functools
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.lean import native
-from tests.models.gradients import LAYOUTS
+from tests.models.gradients import LAYOUTS, every_other_voxel
 
 ROOT = Path(__file__).resolve().parents[3]
 RAW = {"ops", "_C", "_VF"}
@@ -38,18 +37,10 @@ def test_only_native_reaches_for_raw_kernels():
     assert users == {"models/lean/native.py"}
 
 
-def strided(values):
-    """The same values in every other place, with others between them."""
-    wide = torch.full((*values.shape, 2), torch.nan, dtype=values.dtype)
-    wide[..., 0] = values
-    return wide[..., 0]
-
-
 def arrangements(*arguments):
     """The arguments with one of them at a time in another layout."""
     for index, argument in enumerate(arguments):
-        layouts = [strided, *(LAYOUTS.values() if argument.dim() == 5 else [])]
-        for layout in layouts:
+        for layout in LAYOUTS.values() if argument.dim() == 5 else [every_other_voxel]:
             yield [layout(each.clone()) if place == index else each.clone() for place, each in enumerate(arguments)]
 
 
@@ -60,16 +51,14 @@ def values():
     return x, grad, torch.randn(4), torch.randn(4)
 
 
-def test_group_norm_and_its_gradients_take_every_layout(values):
+def test_norms_take_every_layout(values):
     x, grad, weight, bias = values
-    _, mean, rstd = native.group_norm(x, weight, bias, 2, 1e-5)
-    for function, arguments in (
-        (functools.partial(native.group_norm, groups=2, eps=1e-5), (x, weight, bias)),
-        (native.group_norm_backward, (grad, x, mean, rstd, weight)),
-    ):
-        expected = function(*arguments)
-        for arranged in arrangements(*arguments):
-            torch.testing.assert_close(function(*arranged), expected)
+    forward = native.group_norm(x, weight, bias, 2, 1e-5)
+    for arguments in arrangements(x, weight, bias):
+        torch.testing.assert_close(native.group_norm(*arguments, 2, 1e-5), forward)
+    backward = native.group_norm_backward(grad, x, *forward[1:], weight)
+    for arguments in arrangements(grad, x, *forward[1:], weight):
+        torch.testing.assert_close(native.group_norm_backward(*arguments), backward)
 
 
 def test_silu_backward_takes_every_layout_and_overwrites_its_input(values):
