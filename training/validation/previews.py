@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
-from data import to_unit
+from data.loading import to_unit
 from runtime.files import RunFolder, printable, replacing
 
 PLANE_NAMES = ("sagittal", "coronal", "axial")
