@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 
 import torch
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
                 for start in range(0, len(kernels), number):
                     self._update(kernels[start : start + number], shape, group["lr"])
 
-    def _update(self, kernels: list[nn.Parameter], shape: torch.Size, learning_rate: float) -> None:
+    def _update(self, kernels: list[Tensor], shape: torch.Size, learning_rate: float) -> None:
         """Update kernels of one shape, stacked: a GPU takes longer to start small operators than to run them."""
         for kernel in kernels:
             if not self.state[kernel]:
@@ -75,7 +75,7 @@ def _matrix(kernel: Tensor) -> Tensor:
     return kernel.movedim(1, -1).flatten(1)
 
 
-def _kernels(matrices: Tensor, shape: torch.Size) -> Sequence[Tensor]:
+def _kernels(matrices: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     """Return what `_matrix` made matrices of."""
     return matrices.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2).unbind()
 
