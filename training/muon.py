@@ -75,9 +75,9 @@ def _matrix(kernel: Tensor) -> Tensor:
     return kernel.movedim(1, -1).flatten(1)
 
 
-def _kernels(matrices: Tensor, shape: torch.Size) -> list[Tensor]:
+def _kernels(matrices: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     """Return what `_matrix` made matrices of."""
-    return list(matrices.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2))
+    return matrices.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2).unbind()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
