@@ -13,7 +13,7 @@ from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import TypeIs, override
+from typing_extensions import override
 
 from models.lean import native
 from models.lean.attention import AttentionBlock
@@ -111,12 +111,13 @@ class ResidualBlock(LeanBlock):
         size = x.shape.numel() // x.shape[1] * weight1.shape[0] * dtype.itemsize
         with torch.autocast(x.device.type, enabled=False):
             spare = host.free if host is not None and consumes else 0
-            if _is_computed(x) and shortcut is not None and host is not None and spare >= volume_bytes(x) + size:
-                x, spare = stored(x, run.rows, host), host.free
-            overwrites = consumes and not _is_computed(x) and spare < size and shortcut is None and x.dtype == dtype
+            if isinstance(x, ComputedRows) and shortcut is not None and spare >= volume_bytes(x) + size:
+                x = stored(x, run.rows, host)
+            in_memory = not isinstance(x, ComputedRows)
+            overwrites = consumes and in_memory and spare < size and shortcut is None and x.dtype == dtype
             recomputes = overwrites or (host is not None and not consumes)
             norm1 = _norm(self.norm1, statistics_of(x, self.norm1, run.rows))
-            source = x if consumes and _is_computed(x) else with_halos(x, length)
+            source = with_halos(x, length) if in_memory or not consumes else x
             convolved = convolved_rows(NormedRows(source, norm1, dtype), weight1, bias1)
             place = x if overwrites else run.place(convolved, "host")
             assert place is not None, "every output has a place"
@@ -225,11 +226,6 @@ class ResidualBlock(LeanBlock):
             return x.then(self.shortcut)
         weight, bias = _low(self.shortcut, dtype)
         return ComputedRows(x, lambda start, end: F.conv3d(read(x, start, end).to(dtype), weight, bias), dtype)
-
-
-def _is_computed(x: Volume) -> TypeIs[RowSource]:
-    """Return whether the rows of a volume are computed whenever they are read."""
-    return isinstance(x, RowSource) and not isinstance(x, HostVolume)
 
 
 def _low(conv: nn.Conv3d, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
