@@ -99,7 +99,8 @@ def two_threads():
 
 
 IN_SLABS = {"use_gradient_checkpointing": True, "slab_rows": 4}
-STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, {"resblock_updown": True})]
+UPDOWN = {"resblock_updown": True}
+STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, UPDOWN)]
 
 
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])

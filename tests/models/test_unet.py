@@ -118,11 +118,10 @@ def problem(name: str, batch: int) -> Problem:
     return Problem(AsMaisi(maisi(SCANS[name], include_fc=True)), run, inputs)
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", ["modality", "regions", "nothing"])
 def test_imported_unet_has_the_gradients_of_maisi(name):
-    for batch in (1, 3):
-        ours = build_unet(settings_with(SCANS[name]).ldm, latent_channels=3)
-        problem(name, batch).assert_as_close_as_stock(ours, torch.float64)
+    ours = build_unet(settings_with(SCANS[name]).ldm, latent_channels=3)
+    problem(name, 3).assert_as_close_as_stock(ours, torch.float64)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"use_gradient_checkpointing": True}], ids=["kept", "checkpointed"])

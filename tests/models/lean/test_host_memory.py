@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def gradients(model: Any, x: Tensor, latent: Tensor) -> dict[str, Tensor]:
     return {name: tensor.double().clone() for name, tensor in found.items() if tensor is not None}
 
 
-def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def inputs(batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(2)
     return torch.randn(batch, 1, *grid, generator=draw), torch.randn(batch, 3, *latent_grid, generator=draw)
 
@@ -104,19 +105,13 @@ def test_low_precision_on_the_host_errs_as_the_device_does(free):
         assert mine <= 1.5 * error + 1e-9
 
 
-def test_no_volume_above_the_limit_is_on_the_device(monkeypatch):
+def test_no_volume_above_the_limit_is_on_the_device():
     model, x = network().eval(), torch.randn(1, 1, 32, 16, 16)
-    made: list[int] = []
-    original = HostVolume.__init__
-
-    def noted(self: HostVolume, *arguments: Any) -> None:
-        original(self, *arguments)
-        made.append(self._rows.numel())
-
-    monkeypatch.setattr(HostVolume, "__init__", noted)
-    in_both_ways(model, x, 4, 3, HostSpace(1 << 14, PLENTY))
-    assert max(made) == 16 * 32 * 16 * 16, "the upsampled volume with the channels of the level below"
-    assert min(made) * 4 > 1 << 14
+    with mock.patch.object(HostVolume, "__init__", autospec=True, side_effect=HostVolume.__init__) as made:
+        in_both_ways(model, x, 4, 3, HostSpace(1 << 14, PLENTY))
+    sizes = [call.args[0]._rows.numel() for call in made.call_args_list]
+    assert max(sizes) == 16 * 32 * 16 * 16, "the upsampled volume with the channels of the level below"
+    assert min(sizes) * 4 > 1 << 14
 
 
 class Counted(HostVolume):
@@ -160,7 +155,7 @@ def test_gradients_are_those_of_the_device(shape, layout, batch, grid, latent_gr
         model.requires_grad_(False)
     elif frozen == "encoder":
         model.freeze_encoder()
-    x, latent = (part.double() for part in inputs(model, batch, grid, latent_grid))
+    x, latent = (part.double() for part in inputs(batch, grid, latent_grid))
     model.set_layout(layout)
     expected = gradients(model, x, latent)
     model.set_layout(CONTIGUOUS)
@@ -178,7 +173,7 @@ def test_gradients_are_those_of_the_device(shape, layout, batch, grid, latent_gr
 @pytest.mark.parametrize("variant", ["monai", "maisi"])
 def test_low_precision_errs_as_on_the_device(variant, dtype):
     model = network(variant=variant)
-    x, latent = inputs(model, 1, (12, 8, 8), (3, 2, 2))
+    x, latent = inputs(1, (12, 8, 8), (3, 2, 2))
     truth = gradients(model.double(), x.double(), latent.double())
     model.float()
     errors = []
@@ -195,7 +190,7 @@ def test_low_precision_errs_as_on_the_device(variant, dtype):
 def test_backward_takes_host_memory_that_it_gives_back_for_the_next_step():
     model = network()
     model.offload_levels(2, 4)
-    x, latent = inputs(model, 1, (12, 8, 8), (3, 2, 2))
+    x, latent = inputs(1, (12, 8, 8), (3, 2, 2))
     gradients(model, x, latent)
     first = model.host.taken
     gradients(model, x, latent)
