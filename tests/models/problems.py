@@ -108,10 +108,7 @@ def stock_unet(settings: Any) -> DiffusionModelUNet:
         num_head_channels=unet.head_channels, num_class_embeds=classes + 1 if classes else None,
         use_flash_attention=True, resblock_updown=unet.resblock_updown,
     )  # fmt: skip
-    for module in list(network.modules()):
-        if isinstance(getattr(module, "op", None), nn.AvgPool3d):
-            module.op = PoolInLowPrecision()
-    return network
+    return pooling_in_low_precision(network)
 
 
 class PoolInLowPrecision(nn.Module):
@@ -119,6 +116,13 @@ class PoolInLowPrecision(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.avg_pool3d(x.to(torch.promote_types(x.dtype, torch.float32)), 2).to(x.dtype)
+
+
+def pooling_in_low_precision(network: Network) -> Network:
+    for module in list(network.modules()):
+        if isinstance(getattr(module, "op", None), nn.AvgPool3d):
+            module.op = PoolInLowPrecision()
+    return network
 
 
 def stock_discriminator() -> PatchDiscriminator:

@@ -171,42 +171,36 @@ def gradients(block, x):
 @pytest.mark.parametrize("name", ["residual", "residual, fewer channels", "last norm and convolution"])
 def test_freezing_one_parameter_leaves_the_gradients_of_the_others(name):
     block, x = lean(problem(name, 2).stock, 3), volumes(2, CHANNELS, *GRID)
-    all_of_them = gradients(block, x)
+    expected = gradients(block, x)
     for frozen, parameter in block.named_parameters():
         parameter.requires_grad_(False)
-        found = gradients(block, x)
+        torch.testing.assert_close(gradients(block, x), {**expected, frozen: None}, rtol=0, atol=0)
         parameter.requires_grad_(True)
-        assert found.pop(frozen) is None, frozen
-        for other, gradient in found.items():
-            assert torch.equal(gradient, all_of_them[other]), (frozen, other)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 6])
-@pytest.mark.parametrize("layout", [CONTIGUOUS, CHANNELS_LAST], ids=str)
-@pytest.mark.parametrize(("channels", "out_channels"), [(8, 4), (12, 4), (12, 8), (8, 8), (4, 8)])
-def test_volumes_that_share_memory_in_backward_do_not_disturb_each_other(channels, out_channels, layout, rows):
-    stock = with_lively_weights(AEKLResBlock(3, channels, 4, 1e-6, out_channels)).double()
-    x = volumes(2, channels, 7, 2, 3).double().contiguous(memory_format=layout).requires_grad_()
-    block = lean(stock, rows)
-    expected = torch.autograd.grad(stock(x).square().sum(), (x, *stock.parameters()))
-    found = torch.autograd.grad(block(x).square().sum(), (x, *block.parameters()))
-    for (name, _), one, other in zip([("x", x), *stock.named_parameters()], expected, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_half_the_channels_or_fewer_share_the_memory_of_the_gradient():
-    for channels, out_channels, layout, shares in [
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "layout", "shares"),
+    [
         (8, 4, CHANNELS_LAST, (True, True)),
         (12, 4, CHANNELS_LAST, (True, True)),
         (12, 8, CHANNELS_LAST, (True, False)),
+        (8, 8, CONTIGUOUS, (True, False)),
         (8, 4, CONTIGUOUS, (True, False)),
         (4, 8, CHANNELS_LAST, (False, False)),
-    ]:
-        x = torch.empty((2, channels, 3, 4, 5), memory_format=layout)
-        grad_x, *others = _places(x, out_channels, x.dtype)
-        assert tuple(part.untyped_storage()._cdata == grad_x.untyped_storage()._cdata for part in others) == shares
-        assert {part.shape for part in others} == {(2, out_channels, 3, 4, 5)}
-        assert {layout_of(part) for part in others} == {layout}
+    ],
+    ids=str,
+)
+def test_fewer_channels_share_the_memory_of_the_gradient_undisturbed(channels, out_channels, layout, shares, rows):
+    stock = with_lively_weights(AEKLResBlock(3, channels, 4, 1e-6, out_channels)).double()
+    x = volumes(2, channels, 7, 2, 3).double().contiguous(memory_format=layout).requires_grad_()
+    grad_x, *others = _places(x, out_channels, x.dtype)
+    assert tuple(part.untyped_storage()._cdata == grad_x.untyped_storage()._cdata for part in others) == shares
+    assert {(part.shape, layout_of(part)) for part in others} == {((2, out_channels, 7, 2, 3), layout)}
+    block = lean(stock, rows)
+    expected = torch.autograd.grad(stock(x).square().sum(), (x, *stock.parameters()))
+    found = torch.autograd.grad(block(x).square().sum(), (x, *block.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
