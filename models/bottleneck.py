@@ -128,21 +128,19 @@ class CodeStatistics:
         self.samples = samples_per_update
         # In double precision: a million equal latents, as in air, would otherwise move their sum by a percent.
         self.sizes = torch.zeros(quantiser.num_codes, device=device, dtype=torch.float64)
-        self.learned = quantiser if draw is not None else None
-        self._draw = draw
-        if self.learned is not None:
-            self.sizes = torch.zeros_like(self.learned.ema_sizes, dtype=torch.float64)
-            self.sums = torch.zeros_like(self.learned.codebook, dtype=torch.float64)
+        self._collected, self._draw = [self.sizes], draw
+        if draw is not None:
+            self.sums = torch.zeros_like(quantiser.codebook, dtype=torch.float64)
             per_sample = math.ceil(quantiser.num_codes / samples_per_update)
-            channels = self.learned.codebook.shape[1]
-            self.candidates = self.sums.new_zeros(per_sample, samples_per_update, channels)
+            self.candidates = self.sums.new_zeros(per_sample, samples_per_update, self.sums.shape[1])
+            self._collected += [self.sums, self.candidates]
 
     @torch.no_grad()
     def add(self, latent: Tensor, codes: Tensor, positions: Sequence[int]) -> None:
         """Add a micro-batch: its latents, their codes, and the positions of its samples in the run."""
         flat = codes.flatten()
         self.sizes.index_add_(0, flat, torch.ones_like(flat, dtype=self.sizes.dtype))
-        if self.learned is None or self._draw is None:
+        if self._draw is None:
             return
         batch, channels = latent.shape[:2]
         vectors = latent.detach().movedim(1, -1).reshape(batch, -1, channels).to(self.sums.dtype)
@@ -155,14 +153,13 @@ class CodeStatistics:
     @torch.no_grad()
     def finish(self, add_up: Callable[[Tensor], Tensor], is_blocked: Tensor) -> dict[str, Tensor]:
         """Add up over all processes with `add_up`, let the codebook learn, return how codes were used, begin anew."""
-        collected = [self.sizes] if self.learned is None else [self.sizes, self.sums, self.candidates]
-        for values in collected:
+        for values in self._collected:
             add_up(values)
-        if self.learned is not None:
-            sizes, sums, candidates = (values.to(self.learned.codebook) for values in collected)
-            self.learned.update(sizes, sums, candidates.flatten(0, 1), is_blocked)
+        if self._draw is not None:
+            sizes, sums, candidates = (values.to(self.quantiser.codebook) for values in self._collected)
+            self.quantiser.update(sizes, sums, candidates.flatten(0, 1), is_blocked)
         metrics = {name: value.float() for name, value in code_use(self.sizes).items()}
-        for values in collected:
+        for values in self._collected:
             values.zero_()
         return metrics
 

@@ -28,21 +28,18 @@ class Discriminator(PatchDiscriminator, LaidOut):
 
 
 def discriminator_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
-    """Return the arguments of `PatchDiscriminator`.
-
-    It has instance norm, because MONAI's default, batch norm, makes accumulated micro-batches differ from one large
-    batch.
-    """
+    """Return the arguments of `PatchDiscriminator`; batch norm would make micro-batches differ from one large batch."""
+    chosen = settings.training.discriminator
     return {
         "spatial_dims": 3,
         "in_channels": settings.in_channels,
         "out_channels": 1,
-        "channels": settings.training.discriminator.num_channels,
-        "num_layers_d": settings.training.discriminator.num_layers_d,
+        "channels": chosen.num_channels,
+        "num_layers_d": chosen.num_layers_d,
         "norm": "INSTANCE",
     }
 
 
 def build_discriminator(settings: AutoencoderSettings) -> Discriminator:
-    """Build the discriminator; its forward returns the features of every layer, the logits last."""
+    """Build the discriminator."""
     return Discriminator(**discriminator_arguments(settings))

@@ -45,13 +45,12 @@ def start_as_haar_transform(autoencoder: StockAutoencoder, in_channels: int, str
         first.weight[channel, channel % in_channels, 1, 1, 1] = 1
     merging = [block.conv.conv for block in encoder if not isinstance(block, Convolution) and hasattr(block, "conv")]
     for number, (conv, factors) in enumerate(zip(merging, strides, strict=True)):
-        _transform(conv, factors, in_channels, is_rank_zero=number == 0)
+        _transform(conv, factors, in_channels, is_first=number == 0)
     latent_channels = encoder[-1].conv.out_channels
     encoder[-1].conv.weight.mul_(REST**2)
     _add_centre(encoder[-1].conv, latent_channels)
     for conv in (autoencoder.quant_conv_mu.conv, autoencoder.post_quant_conv.conv):
-        conv.weight.zero_()
-        conv.bias.zero_()
+        conv.weight[:], conv.bias[:] = 0, 0
         _add_centre(conv, latent_channels)
     if autoencoder.quantiser is None:
         autoencoder.quant_conv_log_sigma.conv.weight.zero_()
@@ -74,20 +73,15 @@ def haar_kernel(strides: Strides, along: _Axes) -> Tensor:
 
     An axis that is not downsampled is left as it is, by the tap in the middle.
     """
-    kernel = torch.ones(1, 1, 1)
-    for axis, factor in enumerate(strides):
-        line = torch.tensor([0.0, 1.0, 0.0])
-        if factor == 2:
-            line = torch.tensor([-0.5, 0.5, 0.0] if axis in along else [0.5, 0.5, 0.0])
-        shape = [1, 1, 1]
-        shape[axis] = 3
-        kernel = kernel * line.view(shape)
-    return kernel
+    x, y, z = torch.tensor([[0.0, 1.0, 0.0]] * 3)
+    for axis, line in enumerate((x, y, z)):
+        if strides[axis] == 2:
+            line[:2] = torch.tensor([-0.5 if axis in along else 0.5, 0.5])
+    return x[:, None, None] * y[:, None] * z
 
 
 def _start_as_shortcut(block: Any) -> None:
-    block.conv2.conv.weight.zero_()
-    block.conv2.conv.bias.zero_()
+    block.conv2.conv.weight[:], block.conv2.conv.bias[:] = 0, 0
     shortcut = getattr(block.nin_shortcut, "conv", None)
     if shortcut is not None:
         kept = min(shortcut.weight.shape[:2])
@@ -97,7 +91,7 @@ def _start_as_shortcut(block: Any) -> None:
         shortcut.bias.zero_()
 
 
-def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_rank_zero: bool) -> None:
+def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_first: bool) -> None:
     """Make the leading channels the Haar transform of the volume, or of the means that the level above has passed."""
     filters = differences(strides)
     set_here = min(len(filters) * in_channels, conv.out_channels)
@@ -105,7 +99,7 @@ def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_rank_zero
     conv.weight[:set_here], conv.bias[:set_here] = 0, 0
     for channel in range(set_here):
         along = filters[channel // in_channels]
-        source = channel if is_rank_zero else channel % in_channels
+        source = channel if is_first else channel % in_channels
         gain = DIFFERENCE_GAIN if along else 1.0
         conv.weight[channel, source] = gain * haar_kernel(strides, along)
 
@@ -125,9 +119,8 @@ def _part(conv: nn.Conv3d, filters: list[_Axes], in_channels: int, latent_channe
         place = channel % latent_channels // in_channels
         along = filters[place] if place < len(filters) else ()
         if len(along) == 1:
-            before, after = [1, 1, 1], [1, 1, 1]
-            before[along[0]], after[along[0]] = 0, 2
-            conv.weight[(channel, channel, *before)] += STEP
-            conv.weight[(channel, channel, *after)] -= STEP
+            line = conv.weight[channel, channel].transpose(0, along[0])[:, 1, 1]
+            line[0] += STEP
+            line[2] -= STEP
         else:
             conv.weight[channel, channel, 1, 1, 1] += 1

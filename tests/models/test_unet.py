@@ -16,7 +16,7 @@ from models.exchange import check_fit, find_state, to_our_names
 from models.unet import unet_arguments
 from settings import CheckpointError, Settings, validate
 from tests.models.gradients import BATCHES, DTYPES, LIMITS, Problem, same_in_every_dtype
-from tests.models.problems import PoolInLowPrecision, with_lively_weights
+from tests.models.problems import pooling_in_low_precision, with_lively_weights
 
 ARGUMENTS = {"top_region_index_tensor": 4, "bottom_region_index_tensor": 4, "spacing_tensor": 3}
 PATH = Path("maisi.pt")
@@ -87,10 +87,7 @@ class AsMaisi(torch.nn.Module):
 
     def __init__(self, network: DiffusionModelUNetMaisi) -> None:
         super().__init__()
-        self.network = network
-        for module in network.modules():
-            if isinstance(getattr(module, "op", None), torch.nn.AvgPool3d):
-                module.op = PoolInLowPrecision()
+        self.network = pooling_in_low_precision(network)
 
     def forward(self, x, timesteps, class_labels=None, scan=None):
         names = [name for name in ARGUMENTS if getattr(self.network, f"include_{name.removesuffix('_tensor')}_input")]
@@ -118,11 +115,10 @@ def problem(name: str, batch: int) -> Problem:
     return Problem(AsMaisi(maisi(SCANS[name], include_fc=True)), run, inputs)
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", ["modality", "regions", "nothing"])
 def test_imported_unet_has_the_gradients_of_maisi(name):
-    for batch in (1, 3):
-        ours = build_unet(settings_with(SCANS[name]).ldm, latent_channels=3)
-        problem(name, batch).assert_as_close_as_stock(ours, torch.float64)
+    ours = build_unet(settings_with(SCANS[name]).ldm, latent_channels=3)
+    problem(name, 3).assert_as_close_as_stock(ours, torch.float64)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"use_gradient_checkpointing": True}], ids=["kept", "checkpointed"])
