@@ -73,7 +73,7 @@ def test_offload_moves_inputs_but_neither_parameters_nor_small_tensors(monkeypat
 
     monkeypatch.setattr(checkpointing, "empty_on_host", noted)
     monkeypatch.setattr(checkpointing, "MIN_OFFLOAD_BYTES", 8 * 64 * 4)
-    flags = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": True}
+    flags: dict[str, Any] = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": True}
     gradient_checkpoint_forward(Toy(), torch.randn(8, 64), torch.randn(64), **flags).sum().backward()
     assert moved == [(8, 64)]
     with HostOffload():

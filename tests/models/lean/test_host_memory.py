@@ -63,7 +63,7 @@ def inputs(batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> t
 
 def in_both_ways(model: Any, x: Tensor, rows: int, levels: int, host: HostSpace) -> list[tuple[Tensor, ...]]:
     """Encode and decode on the device and from the host; the latent that is decoded does not depend on the first."""
-    results = []
+    results: list[tuple[Tensor, ...]] = []
     with small_work_counts(), torch.no_grad():
         for arguments in ((0,), (rows, levels, host)):
             model.set_slab_rows(*arguments)

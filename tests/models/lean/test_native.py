@@ -37,8 +37,8 @@ def values():
 def test_norms_take_every_layout(values):
     x, grad, weight, bias = values
     forward = native.group_norm(x, weight, bias, 2, 1e-5)
-    for arguments in arrangements(x, weight, bias):
-        torch.testing.assert_close(native.group_norm(*arguments, 2, 1e-5), forward)
+    for v, w, b in arrangements(x, weight, bias):
+        torch.testing.assert_close(native.group_norm(v, w, b, 2, 1e-5), forward)
     backward = native.group_norm_backward(grad, x, *forward[1:], weight)
     for arguments in arrangements(grad, x, *forward[1:], weight):
         torch.testing.assert_close(native.group_norm_backward(*arguments), backward)
