@@ -9,7 +9,7 @@ import signal
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -50,18 +50,15 @@ class Batch:
 
     image: Tensor
     positions: tuple[int, ...]
-    labels: Tensor | None
     files: tuple[str, ...]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with its tensors on `device`."""
-        labels = None if self.labels is None else self.labels.to(device, non_blocking=non_blocking)
-        return Batch(self.image.to(device, non_blocking=non_blocking), self.positions, labels, self.files)
+        """Return the batch with its image on `device`."""
+        return replace(self, image=self.image.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; the DataLoader calls this."""
-        labels = None if self.labels is None else self.labels.pin_memory()
-        return Batch(self.image.pin_memory(), self.positions, labels, self.files)
+        return replace(self, image=self.image.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -203,15 +200,9 @@ class _Samples(Dataset):
             images = [self._image(position) for position in positions]
         except DataError as error:
             return _Failure(str(error))
-        labels = [file.label for file in files]
-        return Batch(
-            # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a
-            # kept volume, and a patch reads only its own pages of a file.
-            image=default_collate(images),
-            positions=tuple(positions),
-            labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
-            files=tuple(file.name for file in files),
-        )
+        # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a kept
+        # volume, and a patch reads only its own pages of a file.
+        return Batch(default_collate(images), tuple(positions), tuple(file.name for file in files))
 
     def _image(self, position: int) -> Tensor:
         index = self.order(position)

@@ -36,35 +36,32 @@ class PartnerSource:
     column: str
 
 
-Check = Callable[[Path, VolumeFacts], str | None]
-"""Returns why a file cannot be a partner, or None if it can."""
-
-
 def checked_partners(
     place: PartnerSource,
     files: Sequence[VolumeFile],
     data: DataSettings,
     reading: DataSettings,
-    problem_of: Check,
+    problem_of: Callable[[Path, VolumeFacts], str | None],
     problems: list[str],
     num_channels: int = 1,
 ) -> tuple[VolumeFile, ...]:
-    """Return the partner of each volume, measured with `reading`; append a line to `problems` for each problem."""
+    """Return the partner of each volume, measured with `reading`; append a line to `problems` for each problem.
+
+    `problem_of` returns why a file cannot be a partner, or None if it can.
+    """
     found = find_partners(place, files, problems)
     paired = [file for file in files if file.name in found]
     paths = [found[file.name] for file in paired]
     partners = []
     for file, result in zip(paired, check_files(paths, reading, num_channels) if paths else [], strict=True):
-        facts = result.facts
+        path, facts = result.path, result.facts
         if facts is None:
             problems += map(str, result.problems)
             continue
-        reasons = (
-            mismatch(result.path, facts, file.path, read_header(file.path), data),
-            problem_of(result.path, facts),
+        problems += filter(
+            None, [mismatch(path, facts, file.path, read_header(file.path), data), problem_of(path, facts)]
         )
-        problems += [reason for reason in reasons if reason is not None]
-        partners.append(VolumeFile(result.path, printable(result.path), None, facts.num_channels, facts.digest))
+        partners.append(VolumeFile(path, printable(path), None, facts.num_channels, facts.digest))
     return tuple(partners)
 
 
@@ -76,8 +73,7 @@ def find_partners(place: PartnerSource, files: Sequence[VolumeFile], problems: l
     where = f"{place.key}: {printable(place.source)}"
     path = expanded(place.source)
     if path.suffix.lower() == ".csv" and os.path.isfile(path):
-        rows, notes = rows_of(place.source, [place.column], [file.name for file in files], place.key)
-        problems += map(str, notes)
+        rows = read_rows(place.source, [place.column], files, place.key, problems)
         return {name: path.parent / row[place.column] for name, row in rows.items() if row[place.column]}
     if not os.path.isdir(path):
         raise DataError(f"{where} is neither a folder nor a CSV file; one of the two is allowed; check it")
@@ -151,7 +147,7 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
 
     A row may give a volume's file name alone if that is unique. Each volume without a row, with several, or with empty
     cells gets a note. Raises DataError if the column file or one of `columns`, whatever their case, is not there once.
-    A warning counts the rows without a volume.
+    Rows without a volume are counted in a warning, and refused if all are.
     """
     where = f"{key}: {printable(table)}"
     listed: dict[str, list[Row]] = {}
@@ -160,8 +156,8 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
             listed[name].append(row)
     file_names = [PurePosixPath(name).name for name in names]
     counts = Counter(file_names)
-    unknown = [name for name in listed if name and name not in counts and name not in {*names}]
-    if unknown:
+    known = {"", *names, *file_names}
+    if unknown := [name for name in listed if name not in known]:
         examples = printable(", ".join(unknown[:3]))
         text = f"{counted(len(unknown), 'row')} without a volume of the run, such as {examples}"
         if len(unknown) == len(listed):

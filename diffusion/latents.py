@@ -21,14 +21,7 @@ from torch import Tensor
 from data import DataSplit
 from data.batches import Batch, BatchPlan, VolumeOrder, one_ahead, training_batches
 from data.loading import Pose, in_pose, load_file, random_pose
-from diffusion.conditioning import (
-    NOTHING,
-    ConditionBatch,
-    ConditionStore,
-    Pairs,
-    Preparation,
-    prepare_conditions,
-)
+from diffusion.conditioning import NOTHING, ConditionBatch, ConditionStore, Pairs, Preparation, prepare_conditions
 from diffusion.latent_files import TensorCache, digest_of, latent_key, latent_name
 from diffusion.normalisation import Normalisation, Statistics, pretrained_unet
 from models.frozen_autoencoder import latents_digest
@@ -115,7 +108,7 @@ class Latents:
         def with_condition(batch: Batch) -> VolumeBatch:
             passes = [position // number for position in batch.positions]
             condition = self.condition([order(position) for position in batch.positions], None, passes)
-            return VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, condition)
+            return VolumeBatch(batch.image, batch.positions, batch.files, condition)
 
         if (read := self.read) is None:
             steps = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)

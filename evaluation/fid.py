@@ -65,12 +65,14 @@ class FeatureNetwork:
         if not path.is_file():
             found = "no file was given" if weights is None else f"there is no file {path}"
             raise ConfigError(f"--fid-weights: {found}; {remedy}")
+        state = read_state_dict(path, "--fid-weights")
         network = radimagenet_resnet50() if protocol == "radimagenet-2.5d" else dilated_resnet(50)
-        state, expected = read_state_dict(path, "--fid-weights"), network.state_dict()
+        expected = network.state_dict()
         # Files from old versions of torch lack the batch counts, which eval mode does not use.
         state = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")} | state
         wrong = [name for name, value in expected.items() if name not in state or state[name].shape != value.shape]
-        if wrong := wrong + [name for name, value in state.items() if name not in expected or not _is_finite(value)]:
+        wrong += [name for name, value in state.items() if name not in expected or not bool(value.isfinite().all())]
+        if wrong:
             raise ConfigError(
                 f"--fid-weights: {path} does not hold the weights of {protocol} ({wrong[0]} is missing, unknown, not "
                 f"finite or has another shape); {remedy}"
@@ -108,10 +110,6 @@ class FeatureNetwork:
 
     def _run(self, images: Tensor) -> Tensor:
         return self.network(images.to(self.device)).cpu().double()
-
-
-def _is_finite(value: Tensor) -> bool:
-    return bool(value.isfinite().all())
 
 
 def caution(samples: Sequence[Features], reference: Sequence[Features]) -> str | None:

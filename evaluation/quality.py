@@ -69,28 +69,22 @@ def evaluate_reconstructions(
 
     With the threshold above which a voxel is occupied, also IoU and Chamfer distance.
     """
-    rows: list[dict[str, float]] = []
-    found: list[float] = []
-    wanted: list[float] = []
+    rows: list[dict[str, Any]] = []
+    slopes: list[list[float]] = []
     for file in ProgressBar(files, desc="reconstructions", unit="volume"):
-        image = load_file(file, data).image[None].to(codec.precision.device)
-        reconstruction = check_finite(codec.decode(codec.encode(image[0])), printable(file.name))[None]
-        found.append(gradient_magnitude(to_unit(reconstruction[0])))
-        wanted.append(gradient_magnitude(to_unit(image[0])))
-        rows.append(
-            {
-                "psnr": float(psnr(reconstruction, image)),
-                "ssim": float(ssim(reconstruction, image)),
-                "ms_ssim": float(ms_ssim(to_unit(reconstruction), to_unit(image))),
-                **occupancy(reconstruction[0], image[0], threshold),
-            }
-        )
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+        image = load_file(file, data).image.to(codec.precision.device)
+        reconstruction = check_finite(codec.decode(codec.encode(image)), printable(file.name))
+        pair = reconstruction[None], image[None]
+        units = [to_unit(volume) for volume in pair]
+        slopes.append([gradient_magnitude(unit[0]) for unit in units])
+        similarity = {"psnr": float(psnr(*pair)), "ssim": float(ssim(*pair)), "ms_ssim": float(ms_ssim(*units))}
+        rows.append({"volume": file.name, **similarity, **occupancy(reconstruction, image, threshold)})
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "volume"}
     return {
         "mean": {name: statistics.fmean(values) for name, values in columns.items()},
         "interval": {name: mean_interval(values) for name, values in columns.items()},
-        "sharpness": compare_sharpness(found, wanted),
-        "volumes": [{"volume": file.name, **row} for file, row in zip(files, rows, strict=True)],
+        "sharpness": compare_sharpness(*zip(*slopes, strict=True)),
+        "volumes": rows,
     }
 
 
@@ -126,14 +120,10 @@ def load_reference(volumes: DataSplit, data: DataSettings, network: FeatureNetwo
         return (to_unit(load_file(file, data).image) for file in ProgressBar(files, desc=what, unit="volume"))
 
     held_out = list(read(volumes.val, "held-out volumes"))
-    return Reference(
-        held_out,
-        torch.stack([summary_vector(volume) for volume in held_out]),
-        torch.stack([summary_vector(volume) for volume in read(volumes.train, "training volumes")]),
-        tuple(file.name for file in volumes.train),
-        network,
-        network.features(held_out, "held-out volumes") if network is not None else (),
-    )
+    training = torch.stack([summary_vector(volume) for volume in read(volumes.train, "training volumes")])
+    features = network.features(held_out, "held-out volumes") if network is not None else ()
+    vectors, names = torch.stack([*map(summary_vector, held_out)]), tuple(file.name for file in volumes.train)
+    return Reference(held_out, vectors, training, names, network, features)
 
 
 def evaluate_stage_two(
@@ -192,9 +182,9 @@ def training_volumes(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return at most `num` training volumes, spread over the set, and their reconstructions."""
     number = min(num, len(train))
+    chosen = [train[place * len(train) // number] for place in range(number)]
     volumes, reconstructions = [], []
-    for place in ProgressBar(range(number), desc="reconstructed training volumes", unit="volume"):
-        file = train[place * len(train) // number]
+    for file in ProgressBar(chosen, desc="reconstructed training volumes", unit="volume"):
         image = load_file(file, data).image
         decoded = check_finite(codec.decode(codec.encode(image)), printable(file.name))
         volumes.append(to_unit(image))

@@ -108,12 +108,11 @@ class TrainedRun:
             now, last = checkpoints.newest_step(), metadata.get("step")
             # Files of older versions do not say after which step they were written. A run that has fewer steps than
             # that has been started again.
-            if self.best == stage or last is None or now in (0, last):
-                return weights, metadata, path
-            if stage == "autoencoder":
-                # Stage 2 was trained on the finished one.
+            is_current = self.best == stage or last is None or now in (0, last)
+            if not is_current and stage == "autoencoder":  # on whose finished weights stage 2 was trained
                 message = "%s: stage 1 is still training (step %d); using its finished weights of step %d"
                 log.warning(message, path, now, last)
+            if is_current or stage == "autoencoder":
                 return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"
@@ -176,20 +175,13 @@ class TrainedRun:
                 f"{path}: was trained on volumes with {len(frame.lower)} channels, but {self.folder.config} has "
                 f"{channels}; set autoencoder.in_channels back"
             )
-        self._check_autoencoder(path, metadata.get("autoencoder"))
-        return frame
-
-    def _check_autoencoder(self, path: Path, digest: str | None) -> None:
-        """Raise `CheckpointError` unless the U-Net was trained on latents of this autoencoder."""
         weights = autoencoder_path(self.settings, self.folder)
-        if digest is None:
-            log.warning(
-                "%s: does not record which autoencoder it was trained on, so it cannot be checked against %s",
-                path,
-                weights,
-            )
+        if (digest := metadata.get("autoencoder")) is None:
+            message = "%s: does not record which autoencoder it was trained on, so it cannot be checked against %s"
+            log.warning(message, path, weights)
         elif digest not in accepted_digests(self._autoencoder):
             raise CheckpointError(
                 f"{path}: was trained on latents of an autoencoder whose weights differ from {weights}; restore that "
                 "autoencoder, or train stage 2 on this one under another name"
             )
+        return frame

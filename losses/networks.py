@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from losses.perceptual import FrozenTerm, Index, mean_over_pieces, mean_over_volumes
+from losses.perceptual import FrozenTerm, Index
 from losses.weights import find_weights, take_weights
 from settings.autoencoder import PerceptualSettings
 
@@ -41,9 +41,9 @@ class LpipsSlices(FrozenTerm):
         self.seed, self.slice_fraction, self.chunk_size = seed, s.slice_fraction, s.chunk_size
         self.freeze()
 
-    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """Return the mean distance over the slices of this step."""
-        volumes, channels, *grid = reconstruction.shape
+    def chunks(self, shape: Sequence[int], step: int) -> list[list[Index]]:
+        """Return the slices of a step."""
+        volumes, channels, *grid = shape
         chunks = []
         for axis, positions in enumerate(drawn_slices(grid, self.slice_fraction, self.seed, step)):
             slices: list[Index] = [
@@ -53,14 +53,14 @@ class LpipsSlices(FrozenTerm):
                 for channel in range(channels)
             ]
             chunks += [slices[start : start + self.chunk_size] for start in range(0, len(slices), self.chunk_size)]
-        return mean_over_pieces(reconstruction, target, chunks, self.distance)
+        return chunks
 
-    def distance(self, images: Tensor, wanted: Tensor) -> Tensor:
-        """Return LPIPS of each pair of grey images (n, height, width); gradients flow to the first only."""
+    def distance(self, pieces: Tensor, wanted: Tensor) -> Tensor:
+        """Return LPIPS of each pair of grey images."""
         with torch.no_grad():
             wanted_features = [unit_length(feature) for feature in self._features(wanted)]
-        result = images.new_zeros(len(images))
-        layers = zip(self._features(images), wanted_features, self.network.lins, strict=True)
+        result = pieces.new_zeros(len(pieces))
+        layers = zip(self._features(pieces), wanted_features, self.network.lins, strict=True)
         for feature, wanted_feature, head in layers:
             difference = unit_length(feature) - wanted_feature
             result = result + head(difference.square()).mean(dim=(1, 2, 3))
@@ -161,17 +161,13 @@ class MedicalNetDistance(FrozenTerm):
         self.network: Any = _load_medicalnet(weights) if load_weights else dilated_resnet(10)
         self.freeze()
 
-    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """Return the mean distance. `step` has no effect, because the whole volume is compared."""
-        return mean_over_volumes(reconstruction, target, self.distance)
-
-    def distance(self, volumes: Tensor, wanted: Tensor) -> Tensor:
-        """Return the distance of each pair of one-channel volumes (n, depth, height, width)."""
+    def distance(self, pieces: Tensor, wanted: Tensor) -> Tensor:
+        """Return the distance of each pair of volumes of one channel."""
         with torch.no_grad():
             mean = wanted.mean(dim=(1, 2, 3), keepdim=True)
             std = wanted.std(dim=(1, 2, 3), keepdim=True, correction=0).clamp_min(SMALLEST_STD)
             wanted_feature = unit_length(self._feature((wanted - mean) / std))
-        difference = unit_length(self._feature((volumes - mean) / std)) - wanted_feature
+        difference = unit_length(self._feature((pieces - mean) / std)) - wanted_feature
         return difference.square().sum(dim=1).mean(dim=(1, 2, 3))
 
     def _feature(self, volumes: Tensor) -> Tensor:

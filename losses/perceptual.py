@@ -34,6 +34,18 @@ LUMINANCE_FLOOR = 0.1
 class FrozenTerm(nn.Module):
     """A perceptual term, called as `term(reconstruction, target, step)`: frozen, always in eval mode, never saved."""
 
+    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
+        """Return the mean distance over what the step compares."""
+        return mean_over_pieces(reconstruction, target, self.chunks(reconstruction.shape, step), self.distance)
+
+    def chunks(self, shape: Sequence[int], step: int) -> list[list[Index]]:
+        """Return the pieces that a step compares, in chunks: at any step each channel of each volume by itself."""
+        return [[(volume, channel)] for volume in range(shape[0]) for channel in range(shape[1])]
+
+    def distance(self, pieces: Tensor, wanted: Tensor) -> Tensor:
+        """Return the distance of each pair of pieces of one channel (n, ...); gradients flow to the first only."""
+        raise NotImplementedError
+
     def freeze(self) -> None:
         """Freeze the term's network; call this once it is built."""
         self.requires_grad_(False)
@@ -59,13 +71,6 @@ def mean_over_pieces(
         for chunk in memory_observer().chunks_to_run(chunks):
             total += distance(_gather(reconstruction, chunk), _gather(target, chunk)).sum()
         return total / sum(map(len, chunks))
-
-
-def mean_over_volumes(reconstruction: Tensor, target: Tensor, distance: Distance) -> Tensor:
-    """Return the mean distance over all volumes and channels, one channel of one volume at a time."""
-    volumes, channels = reconstruction.shape[:2]
-    chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
-    return mean_over_pieces(reconstruction, target, chunks, distance)
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -123,25 +128,20 @@ class StructuralDistance(FrozenTerm):
     are averaged, not multiplied with fractional exponents, whose gradient is NaN or infinite where one is not positive.
     """
 
-    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """Return the mean distance. `step` has no effect, because the whole volume is compared."""
-        return mean_over_volumes(reconstruction, target, structural_distance)
-
-
-def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of each pair of one-channel volumes (n, depth, height, width) of any size."""
-    x, y = volumes.unsqueeze(1), wanted.unsqueeze(1)
-    similarities = []
-    for scale in range(NUM_SCALES):
-        factor = tuple(2 if size >= 2 * SHORTEST_AXIS else 1 for size in x.shape[2:])
-        is_last = scale == NUM_SCALES - 1 or max(factor) == 1
-        similarities.append(_gradient_similarity(x, y, factor))
-        similarities.append(_contrast_similarity(x, y, factor))
-        x, y = F.avg_pool3d(x, factor), F.avg_pool3d(y, factor)
-        if is_last:
-            similarities.append(_mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR)))
-            break
-    return 1 - torch.stack(similarities).mean(dim=0)
+    def distance(self, pieces: Tensor, wanted: Tensor) -> Tensor:
+        """Return the distance of each pair of volumes of one channel, of any size."""
+        x, y = pieces.unsqueeze(1), wanted.unsqueeze(1)
+        similarities = []
+        for scale in range(NUM_SCALES):
+            factor = tuple(2 if size >= 2 * SHORTEST_AXIS else 1 for size in x.shape[2:])
+            is_last = scale == NUM_SCALES - 1 or max(factor) == 1
+            similarities.append(_gradient_similarity(x, y, factor))
+            similarities.append(_contrast_similarity(x, y, factor))
+            x, y = F.avg_pool3d(x, factor), F.avg_pool3d(y, factor)
+            if is_last:
+                similarities.append(_mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR)))
+                break
+        return 1 - torch.stack(similarities).mean(dim=0)
 
 
 def _contrast_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:

@@ -33,9 +33,8 @@ def binary_code(label_map: Tensor) -> Tensor:
 
 def controlnet_arguments(unet_arguments: dict[str, Any], embedding_channels: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of MONAI's `ControlNet` for a U-Net with these arguments."""
-    shared = {name: value for name, value in unet_arguments.items() if name != "out_channels"}
-    embedding = {"in_channels": NUM_BITS, "num_channels": embedding_channels}
-    return shared | {f"conditioning_embedding_{name}": value for name, value in embedding.items()}
+    own = {"conditioning_embedding_in_channels": NUM_BITS, "conditioning_embedding_num_channels": embedding_channels}
+    return {name: value for name, value in unet_arguments.items() if name != "out_channels"} | own
 
 
 class ControlNet(DiffusionUNet):
@@ -97,8 +96,10 @@ class ControlledUNet(DiffusionUNet):
         is_given = (control[:, :, :1, :1, :1] >= 0).to(of_middle.dtype)
         corrected = [skip + is_given * correction for skip, correction in zip(skips, corrections, strict=True)]
         # MAISI's U-Net corrects in place, and so what its middle block gets too; MONAI's does not.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.scan_inputs)):
-            h = self.middle((corrected if self.scan_inputs else skips)[-1], embedding, run)
+        lowest = corrected[-1] if self.scan_inputs else skips[-1]
+        del skips, corrections
+        with torch.set_grad_enabled(lowest.requires_grad):
+            h = self.middle(lowest, embedding, run)
         return self.decode(h + is_given * of_middle, corrected, embedding, run)
 
     def with_controlnet(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

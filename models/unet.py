@@ -218,19 +218,20 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         offload = HostOffload() if self.offload else False
 
         def run(block: nn.Module, *args: Tensor) -> Tensor:
+            if not self.checkpointed:
+                return block(*args)
             return gradient_checkpoint_forward(
                 block,
                 *args,
-                use_gradient_checkpointing=self.checkpointed,
+                use_gradient_checkpointing=True,
                 use_gradient_checkpointing_offload=offload,
             )
 
         return run
 
-    def encode(self, x: Tensor, embedding: Tensor, run: Run, control: Tensor | None = None) -> list[Tensor]:
+    def encode(self, h: Tensor, embedding: Tensor, run: Run, control: Tensor | None = None) -> list[Tensor]:
         """Return what the skip connections carry, the last to the middle block too; `control` joins the first."""
-        h = self.conv_in(x)
-        h = h if control is None else h + control
+        h = self.conv_in(h) if control is None else self.conv_in(h) + control
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))

@@ -6,18 +6,19 @@ Both are exact: they leave no seams and give the same volume as decoding it whol
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
-from models.lean.rows import GIB, HostMemoryError, HostSpace, host_bytes
+from models.lean.rows import GIB, DeviceSpace, HostMemoryError, HostSpace, host_bytes
 from runtime.cli import ProgressBar
+from runtime.host_memory import available_host_bytes
 from runtime.observer import memory_observer
 from runtime.precision import Precision, move
 from runtime.processes import Process
@@ -32,6 +33,8 @@ _SMALLEST_SLAB_ROWS = 4
 
 _HOST_ABOVE = GIB
 """Where memory is short even in slabs, volumes of more bytes than this lie in host memory."""
+_SLABS_AT_ONCE = 3
+"""What the tensors and workspaces of a slab take besides whole volumes: so many slabs in full precision."""
 _SLAB_BYTES = 2 * GIB
 """The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
 
@@ -53,7 +56,8 @@ class VolumeCodec:
         self.settings = s
         self.precision = precision
         self.budget_bytes = budget_bytes
-        self.slab_rows = s.training.slab_rows
+        self.slab_rows = self._rows = s.training.slab_rows
+        self.num_levels = 1
         self.host: HostSpace | None = None
         self._host_bytes: int | None = None  # measured once, because torch keeps pinned memory for the next volume
         self.has_slabs = s.implementation == "lean"
@@ -74,12 +78,12 @@ class VolumeCodec:
 
     def _run(self, function: Callable[[Tensor], Any], tensor: Tensor, name: str, coder: Any) -> Any:
         while True:
-            levels = 1 if self.host is None else len(self.settings.num_channels)
-            self.autoencoder.set_slab_rows(self.slab_rows, levels, self.host)
+            self.autoencoder.set_slab_rows(self._rows, self.num_levels, self.host)
             try:
                 # One block of a volume that is too large for the device can take many seconds.
                 is_predicted = type(tensor) is not Tensor
-                is_hidden = self.host is None or is_predicted or os.environ.get("RANK", "0") != "0"
+                is_shown = self.host is not None and self.host.above > 0
+                is_hidden = not is_shown or is_predicted or os.environ.get("RANK", "0") != "0"
                 # Passed only to hide the bar, because an explicit disable=False would override --quiet.
                 options: dict[str, Any] = {"disable": True} if is_hidden else {}
                 bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
@@ -88,59 +92,63 @@ class VolumeCodec:
                         self.host.on_block = bar.update
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
             except torch.OutOfMemoryError:
-                rows = min(self.slab_rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling[0]) // 2
+                rows = min(self._rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling[0]) // 2
                 if not self.has_slabs or rows < _SMALLEST_SLAB_ROWS:
                     raise
                 log.warning("out of memory with a whole volume: continuing in slabs of %d rows", rows)
             finally:
                 self.autoencoder.set_slab_rows(self.settings.training.slab_rows)
             torch.cuda.empty_cache()
-            self.slab_rows = rows - rows % 2
+            self.slab_rows = self._rows = rows - rows % 2
+            if isinstance(self.host, DeviceSpace):
+                self.host = None
 
     def _choose_slabs(self, grid: Sequence[int]) -> None:
         """Turn slabs on if a block at full resolution would not fit into the budget or the free memory.
 
-        If its input and output would not fit either, they are to lie in host memory.
+        Blocks of lower levels run in slabs if they would not fit either. If a level's volume and the next one's would
+        not fit, they are to lie in host memory.
         """
-        self.host = None
+        self.host, self.num_levels = None, 1
         if not self.has_slabs:
             return
-        free = self.available_bytes()
-        if not self.slab_rows and block_bytes(self.settings, self.precision, grid) > free:
+        free, levels = self.available_bytes(), range(len(self.settings.num_channels))
+        too_large = [level for level in levels if block_bytes(self.settings, self.precision, grid, level) > free]
+        if not self.slab_rows and too_large:
             self.slab_rows = _SLAB_ROWS
-        largest, below = self._level_bytes(grid, 0), self._level_bytes(grid, 1)
-        if not self.slab_rows or largest <= _HOST_ABOVE or largest + below <= free:
+        self._rows = self.slab_rows
+        if not self.slab_rows:
+            return
+        self.num_levels = max(too_large, default=0) + 1
+        grids = [level_grid(self.settings, grid, level) for level in levels]
+        width = 4 if self.precision.dtype is None else 2
+        channels = self.settings.num_channels
+        volumes = [channels[level] * width * torch.Size(grids[level]).numel() for level in levels]
+        pairs = list(zip(volumes, [*volumes[1:], 0], strict=True))
+        most = max(map(sum, pairs))
+        row = max(4 * max(channels[level : level + 2]) * math.prod(grids[level][1:]) for level in levels)
+        if max(volumes) <= _HOST_ABOVE or most <= free:
+            self._rows = _fitting_rows(self.slab_rows, (free - most) // (_SLABS_AT_ONCE * row) - 2)
+            self.host = DeviceSpace(max(0, free - _SLABS_AT_ONCE * row * (self._rows + 2)))
             return
         if self._host_bytes is None:
             self._host_bytes = memory_observer().free_host_bytes()
         host, is_pinned = self._host_bytes, self.precision.device.type == "cuda"
-        needed = sum(host_bytes(volume, is_pinned) for volume in (largest, below) if volume > _HOST_ABOVE)
+        needed = max(sum(host_bytes(each, is_pinned) for each in pair if each > _HOST_ABOVE) for pair in pairs)
         size = "x".join(map(str, grid))
-        if needed > host and largest + below <= self._device_bytes():
+        if needed > host and most <= self._device_bytes():
             log.warning("%s: %.1f GiB of host memory are too few, so it is computed on the device", size, host / GIB)
             return
         if needed > host:
             raise HostMemoryError(
                 f"a volume of {size} takes {needed / GIB:.1f} GiB of host memory besides the {free / GIB:.1f} GiB that "
-                f"are free on the device, and the host has {host / GIB:.1f} GiB free; make room, or use smaller volumes"
+                f"are free on the device, and {host / GIB:.1f} GiB are free to this process (limits of cgroups count); "
+                "make room, or use smaller volumes"
             )
-        row = 4 * max(self.settings.num_channels[:2]) * grid[1] * grid[2]
         slab = _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4)
-        self.slab_rows = max(_SMALLEST_SLAB_ROWS, min(self.slab_rows, slab // row // 2 * 2))
+        self._rows, self.num_levels = _fitting_rows(self.slab_rows, slab // row), len(levels)
         self.host = HostSpace(_HOST_ABOVE, host)
-        log.info(
-            "%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self.slab_rows, needed / GIB
-        )
-
-    def _level_bytes(self, grid: Sequence[int], level: int) -> int:
-        """Return the bytes of one volume of a level; 0 if there is no such level."""
-        if level >= len(self.settings.num_channels):
-            return 0
-        shrunk = grid
-        for strides in self.settings.level_strides[:level]:
-            shrunk = [size // stride for size, stride in zip(shrunk, strides, strict=True)]
-        width = 4 if self.precision.dtype is None else 2
-        return self.settings.num_channels[level] * width * torch.Size(shrunk).numel()
+        log.info("%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self._rows, needed / GIB)
 
     def available_bytes(self) -> int:
         """Return the budget, or without one the free memory of the device."""
@@ -150,13 +158,25 @@ class VolumeCodec:
         """Return the free memory of the device."""
         if self.precision.device.type == "cuda":
             return torch.cuda.mem_get_info(self.precision.device)[0]
-        return psutil.virtual_memory().available
+        return available_host_bytes()
 
 
-def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int]) -> int:
-    """Estimate the bytes that a full-resolution block needs for one volume without slabs and gradients."""
-    width = 4 if precision.dtype is None else 2
-    return _TENSORS_WITHOUT_SLABS * max(s.num_channels[:2]) * width * torch.Size(grid).numel()
+def _fitting_rows(rows: int, most: int) -> int:
+    """Return an even number of rows, at most `most` if that is not too few."""
+    return max(_SMALLEST_SLAB_ROWS, min(rows, most // 2 * 2))
+
+
+def level_grid(s: AutoencoderSettings, grid: Sequence[int], level: int) -> Sequence[int]:
+    """Return the grid of a level, 0 being the highest resolution."""
+    for strides in s.level_strides[:level]:
+        grid = [size // stride for size, stride in zip(grid, strides, strict=True)]
+    return grid
+
+
+def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int], level: int = 0) -> int:
+    """Estimate the bytes that a block of a level needs for one volume without slabs and gradients."""
+    width, channels = 4 if precision.dtype is None else 2, max(s.num_channels[level : level + 2])
+    return _TENSORS_WITHOUT_SLABS * channels * width * torch.Size(level_grid(s, grid, level)).numel()
 
 
 def frozen_codec(

@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
+
+from runtime.host_memory import available_host_bytes
 
 Chunk = TypeVar("Chunk", bound=Sequence[Any])
 
@@ -27,7 +28,7 @@ class MemoryObserver:
 
     def free_host_bytes(self) -> int:
         """Return this rank's share of the host memory that is free."""
-        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def emulates_gpu(self) -> bool:
         """Return whether fake tensors stand for those of a GPU, and kernels are to be chosen as for one."""

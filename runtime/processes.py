@@ -51,7 +51,6 @@ class Process:
 
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
     # Gloo groups, so that decisions on the host do not wait for the GPU: for every step, and for what takes hours.
     control: Any = field(default=None, repr=False)
@@ -237,7 +236,7 @@ def processes(settings: Settings) -> Iterator[Process]:
     store, control, patient = _join(device, rank, world_size)
     is_clean = False
     try:
-        process = Process(device, rank, local_rank, world_size, control, patient)
+        process = Process(device, rank, world_size, control, patient)
         process = replace(process, has_bfloat16=not process.any(not computes_bfloat16(device)))
         _check_equal(process, settings)
         _log_device(settings.device, process)

@@ -28,15 +28,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     add_config(result)
-    result.add_argument(
-        "--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="stage to predict; default: autoencoder"
-    )
+    text = "stage to predict; default: autoencoder"
+    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help=text)
     result.add_argument("--json", metavar="FILE", help="also write the prediction as JSON; -: print only the JSON")
-    result.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help='GPU to predict the time for, such as "RTX 4090"; default: this machine\'s, or A100',
-    )
+    text = 'GPU to predict the time for, such as "RTX 4090"; default: this machine\'s, or A100'
+    result.add_argument("--gpu", metavar="NAME", help=text)
     result.add_argument("--gpus", type=int, default=1, metavar="N", help="how many GPUs train together; default: 1")
     return result.parse_intermixed_args(arguments)
 

@@ -41,9 +41,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_run_options(result, "--run", "--steps", "--guidance-scale", "--seed")
     result.add_argument("--json", metavar="FILE", help="also write all numbers as JSON")
     result.add_argument("--num", type=at_least(2), default=16, help="number of samples (default: 16)")
-    result.add_argument(
-        "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
-    )
+    text = "samples to draw at once; does not change them (default: 4)"
+    result.add_argument("--batch-size", type=at_least(1), default=4, help=text)
     result.add_argument("--fid", choices=FID_PROTOCOLS, help="FID and KID on the features of this network")
     result.add_argument("--fid-weights", metavar="FILE", help="the weights of that network")
     return result.parse_args(arguments)

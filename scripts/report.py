@@ -26,22 +26,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/report.py --run runs/first --run runs/second --out comparison.html",
         ],
     )
-    result.add_argument(
-        "--run",
-        dest="runs",
-        action="append",
-        required=True,
-        metavar="DIR",
-        help="a run folder; repeat it to compare runs",
-    )
-    result.add_argument(
-        "--out",
-        metavar="FILE",
-        help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
-    )
-    result.add_argument(
-        "--serve", action="store_true", help="show the page on this machine and refresh it during training"
-    )
+    text = "a run folder; repeat it to compare runs"
+    result.add_argument("--run", dest="runs", action="append", required=True, metavar="DIR", help=text)
+    text = "page to write (default: report.html in the run folder, or comparison.html beside the run folders)"
+    result.add_argument("--out", metavar="FILE", help=text)
+    text = "show the page on this machine and refresh it during training"
+    result.add_argument("--serve", action="store_true", help=text)
     result.add_argument("--port", type=at_least(0), default=8008, help="port of --serve; 0: any (default: 8008)")
     return result.parse_args(arguments)
 
@@ -57,19 +47,19 @@ def main(options: argparse.Namespace) -> int:
 
         serve(folders, options.port)
         return 0
-    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
-    target = default if options.out is None else Path(options.out)
+    out = options.out
+    if out is None:
+        out = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".html"]
-    check_output_file(default if options.out is None else options.out, "--out", files)
-    try:
-        from evaluation.report import write_comparison
+    check_output_file(out, "--out", files)
+    from evaluation.report import write_comparison
 
+    target = Path(out)
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
     except OSError as error:
-        raise UserError(
-            f"{error.filename or target}: cannot be written ({error.strerror}); make it writable"
-        ) from error
+        raise UserError(f"{error.filename or out}: cannot be written ({error.strerror}); make it writable") from error
     log.info("%s", target)
     return 0
 

@@ -37,29 +37,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     add_run_options(result, "--run", "--best", "--steps", "--guidance-scale", "--seed", "--budget-gb")
-    result.add_argument(
-        "--num", type=at_least(1), help="number of volumes (default: 8), or for each condition (default: 1)"
-    )
-    result.add_argument(
-        "--class",
-        dest="class_name",
-        metavar="NAME",
-        help="class of all volumes (default: each class in turn, or none with --labels or --condition)",
-    )
+    text = "number of volumes (default: 8), or for each condition (default: 1)"
+    result.add_argument("--num", type=at_least(1), help=text)
+    text = "class of all volumes (default: each class in turn, or none with --labels or --condition)"
+    result.add_argument("--class", dest="class_name", metavar="NAME", help=text)
     for option, words in FILE_OPTIONS.items():
         result.add_argument(option, action="append", metavar="FILE_OR_FOLDER", help=words)
-    result.add_argument(
-        "--number",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a number or word of all volumes, such as age=63 or top_region=chest; may be repeated; others stay hidden",
-    )
-    result.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        help="volumes to sample at once; does not change them (default: as many as the memory has room for)",
-    )
+    text = "a number or word of all volumes, such as age=63 or top_region=chest; may be repeated; others stay hidden"
+    result.add_argument("--number", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "volumes to sample at once; does not change them (default: as many as the memory has room for)"
+    result.add_argument("--batch-size", type=at_least(1), help=text)
     result.add_argument("--out", metavar="DIR", help="folder for the volumes (default: samples in the run folder)")
     return result.parse_args(arguments)
 

@@ -34,8 +34,6 @@ _SOURCE = "a folder whose files have the names of the volumes, or a CSV file wit
 class ConditionSection(Section):
     """The keys of one kind of condition."""
 
-    describes_volume: ClassVar[bool] = True
-    """Whether it says what a sample should look like, so that it can be compared with a volume."""
     switch: ClassVar[str]
     """What is 0, none or empty unless samples are conditioned on it."""
 
@@ -96,28 +94,19 @@ class LabelMapSettings(ConditionSection):
         yield from _incomplete(LABEL_MAP, source=self.source is not None, num_classes=self.is_used)
         if not self.controlnet:
             return
-        where, classes, strides = (
-            f"{LABEL_MAP}.controlnet",
-            f"{LABEL_MAP}.num_classes",
-            settings.autoencoder.level_strides,
-        )
-        found = str(list(self.controlnet))
-        if not 2 <= self.num_classes <= MOST_CONTROLLED:
-            found, allowed = f"{found} with {self.num_classes} label values", f"allowed: 2 to {MOST_CONTROLLED}"
-            yield Problem(where, found, allowed, "change num_classes, or leave it out", (classes,))
+        where, given = f"{LABEL_MAP}.controlnet", list(self.controlnet)
+        if not 2 <= self.num_classes <= 256:  # binary numbers of eight digits
+            found, classes = f"{given} with {self.num_classes} label values", f"{LABEL_MAP}.num_classes"
+            yield Problem(where, found, "allowed: 2 to 256", "change num_classes, or leave it out", (classes,))
         if settings.ldm.pretrained is None:
             remedy = "train a U-Net without it first, and set ldm.pretrained to its ldm.safetensors"
             yield Problem("ldm.pretrained", "null, and a ControlNet needs a U-Net to control", "", remedy, (where,))
-        if not settings.autoencoder.has_stock_strides or len(self.controlnet) != 1 + len(strides):
-            found = f"{found}, and the autoencoder has strides of {list(map(list, strides))}"
+        strides, others = settings.autoencoder.level_strides, ("autoencoder.strides", "autoencoder.num_channels")
+        if not settings.autoencoder.has_stock_strides or len(given) != 1 + len(strides):
+            found = f"{given}, and the autoencoder has strides of {list(map(list, strides))}"
             remedy = "set one number and one more for each halving, such as [8, 32, 64] for two"
-            yield Problem(
-                where, found, "allowed: strides of 2", remedy, ("autoencoder.strides", "autoencoder.num_channels")
-            )
+            yield Problem(where, found, "allowed: strides of 2", remedy, others)
 
-
-MOST_CONTROLLED = 256
-"""Label values that a ControlNet tells apart: it gets them as binary numbers of eight digits."""
 
 TARGET = "target"
 """The source of condition volumes that are made from the volumes to learn."""
@@ -147,11 +136,6 @@ class DegradeSettings(Section):
     def box(self) -> tuple[int, ...] | None:
         """Return the size of the box that is cut out, if it is not a mask."""
         return self.hole if isinstance(self.hole, tuple) else None
-
-    @property
-    def masks(self) -> str | None:
-        """Return where the masks of what is cut out are, if it is not a box."""
-        return self.hole if isinstance(self.hole, str) else None
 
     @property
     def variants(self) -> int:
@@ -204,9 +188,8 @@ class VolumeSettings(ConditionSection):
             keys = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
             yield Problem(f"{VOLUME}.num_channels", found, "", f"set {channels}", keys)
         if degrade.is_coarser + (degrade.hole is not None) != int(self.source == TARGET):
-            found = (
-                f"downsample {list(degrade.downsample)} and hole {value_text(degrade.hole)} with source {self.source}"
-            )
+            hole = value_text(degrade.hole)
+            found = f"downsample {list(degrade.downsample)} and hole {hole} with source {self.source}"
             remedy = "set one of them with source: target, and none with another source"
             yield Problem(f"{VOLUME}.degrade", found, "", remedy, (f"{VOLUME}.source",))
         if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
@@ -270,8 +253,6 @@ TopAndBottom = Annotated[tuple[Literal[REGIONS], ...], Field(strict=False, min_l
 class ScanSettings(ConditionSection):
     """Spacing, regions and modality of a scan, in MAISI's way: embeddings concatenated to that of the timestep."""
 
-    describes_volume: ClassVar[bool] = False
-
     regions: TopAndBottom | PathText | None = key(
         None,
         "Body regions at the upper and the lower end of all volumes, such as [chest, abdomen], or a CSV file with "
@@ -299,13 +280,6 @@ class ScanSettings(ConditionSection):
         return tuple(name for name in WIDTHS if (self.is_used if name == "spacing" else self.regions is not None))
 
     @property
-    def region_words(self) -> dict[str, str]:
-        """Return the regions that all volumes share by the name of their input."""
-        if self.regions is None or isinstance(self.regions, str):
-            return {}
-        return dict(zip(COLUMNS, self.regions, strict=True))
-
-    @property
     def table(self) -> str | None:
         """Return the file with the regions of each volume, if they differ."""
         return self.regions if isinstance(self.regions, str) else None
@@ -315,19 +289,11 @@ class ScanSettings(ConditionSection):
         """Return how many numbers the U-Net takes for all inputs together."""
         return sum(WIDTHS[name] for name in self.inputs)
 
-    @property
-    def num_modalities(self) -> int:
-        """Return the number of modalities that the U-Net embeds, with the unknown one; 0: it takes none."""
-        return 0 if self.modality is None else NUM_MODALITIES
-
     def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
-        if self.num_modalities and settings.ldm.conditioning.type == "class":
-            found, others = (
-                f"{self.modality} with type class, which uses the same embedding",
-                ("ldm.conditioning.type",),
-            )
-            yield Problem(f"{SCAN}.modality", found, "allowed: null", "set null, or type: none", others)
+        if self.modality is not None and settings.ldm.conditioning.type == "class":
+            found, remedy = f"{self.modality} with type class, which uses the same embedding", "set null, or type: none"
+            yield Problem(f"{SCAN}.modality", found, "allowed: null", remedy, ("ldm.conditioning.type",))
 
 
 class ConditioningSettings(Section):
@@ -354,7 +320,7 @@ class ConditioningSettings(Section):
         """Return the number of classes or modalities that the U-Net embeds, with the hidden one; None without any."""
         if self.type == "class":
             return self.num_classes + 1
-        return self.scan.num_modalities or None
+        return None if self.scan.modality is None else NUM_MODALITIES
 
     @property
     def hidden_class(self) -> int:
@@ -385,7 +351,7 @@ class ConditioningSettings(Section):
     @property
     def describes_volumes(self) -> bool:
         """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
-        return any(section.is_used and section.describes_volume for section in self.sections.values())
+        return any(section.is_used for section in self.sections.values() if section is not self.scan)
 
     @property
     def embedded_numbers(self) -> dict[str, int]:

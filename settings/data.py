@@ -98,9 +98,7 @@ class DataSettings(Section):
     )
     cache_rate: float = key(0.0, "0: as prepared says; above 0: the same as prepared: memory.", SAME, ge=0, le=1)
     num_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = key(
-        "auto",
-        "Worker processes for loading; 0: none; auto: 1, with a GPU 2, or up to 8 if prepared is none.",
-        SAME,
+        "auto", "Worker processes for loading; 0: none; auto: 1, with a GPU 2, or up to 8 if prepared is none.", SAME
     )
     pin_memory: bool | Literal["auto"] = key(
         "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: if there is a GPU.", SAME

@@ -7,7 +7,9 @@ import logging
 import os
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,38 @@ def command(warm: WarmStart, tmp_path: Path) -> Callable[..., subprocess.Complet
         return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
 
     return start
+
+
+@pytest.fixture(scope="session")
+def _workers() -> Iterator[dict[Any, list[subprocess.Popen[str]]]]:
+    workers: dict[Any, list[subprocess.Popen[str]]] = defaultdict(list)
+    yield workers
+    for process in chain(*workers.values()):
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def shared_workers(_workers: dict[Any, list[subprocess.Popen[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let predictors of this process take over the workers of earlier ones, whose imports take seconds."""
+    from memory.predict import Predictor
+
+    start = Predictor._start
+
+    def idle(predictor: Predictor) -> list[subprocess.Popen[str]]:
+        return _workers[predictor._without_triton, os.environ.get("ONEDNN_MAX_CPU_ISA")]
+
+    def taken(predictor: Predictor) -> subprocess.Popen[str]:
+        return idle(predictor).pop() if idle(predictor) else start(predictor)
+
+    def given_back(predictor: Predictor) -> None:
+        predictor._threads.shutdown(cancel_futures=True)
+        idle(predictor).extend(process for process in predictor._processes if process.poll() is None)
+        predictor._processes.clear()
+        predictor._folder.cleanup()
+
+    monkeypatch.setattr(Predictor, "_start", taken)
+    monkeypatch.setattr(Predictor, "close", given_back)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import runpy
 import sys
 from pathlib import Path
@@ -60,7 +59,6 @@ def run_here(script: str, *arguments: str | Path) -> int:
     return 0
 
 
-@functools.cache
 def _make(folder: Path) -> Path:
     values = copy.deepcopy(TINY)
     values["data"]["source"] = "phantoms:9"
@@ -74,11 +72,11 @@ def _make(folder: Path) -> Path:
     return folder / "runs" / "tiny"
 
 
-_folder: list[Path] = []
+_made: list[Path] = []
 
 
 def finished_run(factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the run, made at the first call."""
-    if not _folder:
-        _folder.append(factory.mktemp("finished"))
-    return _make(_folder[0])
+    if not _made:
+        _made.append(_make(factory.mktemp("finished")))
+    return _made[0]

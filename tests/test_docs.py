@@ -194,6 +194,7 @@ def test_every_row_of_the_guide_is_a_config_of_its_own_and_the_same_mathematics_
     assert peaks[0] / peaks[9] > 5, "the rungs before other mathematics are worth more than a factor of five"
 
 
+@pytest.mark.usefixtures("shared_workers")
 def test_figures_of_the_guide_and_of_headers_are_current():
     """Predict a row of the guide and a knob of a preset again; stage 1 of every preset in README has a test."""
     change = "batch_size=1, accumulated 4"

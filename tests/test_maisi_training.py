@@ -34,10 +34,9 @@ def config(tmp_path, monkeypatch) -> Path:
         include_bottom_region_index_input=True, include_spacing_input=True,
     )  # fmt: skip
     # MONAI starts these at zero, and then a network that is hardly trained takes no notice of the scan.
-    for weight in (
-        p for name, p in network.named_parameters() if name.endswith(("conv2.conv.weight", "out.2.conv.weight"))
-    ):
-        torch.nn.init.normal_(weight, std=0.1)
+    for name, weight in network.named_parameters():
+        if name.endswith(("conv2.conv.weight", "out.2.conv.weight")):
+            torch.nn.init.normal_(weight, std=0.1)
     checkpoint = {"epoch": 3, "scale_factor": torch.tensor(0.8), "num_train_timesteps": 1000}
     torch.save({**checkpoint, "unet_state_dict": network.state_dict()}, "maisi.pt")
     as_maisi = {"unet": TINY["ldm"]["unet"] | {"use_mean_map": False}, "scheduler": {"type": "rflow"}}
@@ -57,9 +56,8 @@ def test_an_imported_unet_is_fine_tuned_with_its_scale_sampled_and_exported(conf
     assert torch.equal(metadata["latent_scale"], torch.full((3, 1, 1, 1), 0.8))
     assert not metadata["latent_mean"].any()
 
-    assert (
-        run_here("scripts/export_checkpoint.py", "--weights", "runs/imported/ldm.safetensors", "--out", "back.pt") == 0
-    )
+    export = ("--weights", "runs/imported/ldm.safetensors", "--out", "back.pt")
+    assert run_here("scripts/export_checkpoint.py", *export) == 0
     scope: dict[str, Any] = {"torch": torch}
     exec(capsys.readouterr().out, scope)
     assert type(scope["network"]) is DiffusionModelUNetMaisi

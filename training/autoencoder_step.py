@@ -209,6 +209,4 @@ class AutoencoderStep(TrainingStep):
     def example_batch(self, batch_size: int) -> Batch:
         """Return a micro-batch of zeros in the shape that training uses."""
         shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.training_grid)
-        return Batch(
-            image=torch.zeros(shape), positions=tuple(range(batch_size)), labels=None, files=("",) * batch_size
-        )
+        return Batch(torch.zeros(shape), tuple(range(batch_size)), ("",) * batch_size)

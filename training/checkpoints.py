@@ -23,17 +23,9 @@ from models.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_texts, load_weights, save_weights
 from runtime.files import RUNS, RunFolder, check_regular, put_in_place, reason, temporary_beside
 from runtime.processes import Process
-from settings import (
-    AutoencoderSettings,
-    CheckpointError,
-    Settings,
-    TrainingError,
-    known_keys,
-    look_up,
-    restored,
-    stored,
-)
+from settings import AutoencoderSettings, CheckpointError, Settings, TrainingError, look_up
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
+from settings.load import known_keys, restored, stored
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)

@@ -43,27 +43,25 @@ class Guard:
         self._numbers: dict[tuple[str, ...], Tensor] = {}
         self._skipped_in_row = torch.zeros((), device=device, dtype=torch.int64)
         self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
-        self._place = (UNSET, UNSET)
+        self._step = UNSET
         self._num_micro_batches = 0
 
     def start(self, step: int) -> None:
         """Begin the checks of a step."""
-        self._place = (step, UNSET)
+        self._step = step
         self._skipped_here.zero_()
 
     def check_terms(self, micro_batch: int, values: dict[str, Tensor]) -> None:
         """Check the loss terms of one micro-batch."""
-        self._place = (self._place[0], micro_batch)
         self._num_micro_batches = max(self._num_micro_batches, micro_batch + 1)
-        self._check(tuple(values), torch.stack([value.detach().float() for value in values.values()]))
+        self._check(micro_batch, tuple(values), torch.stack([value.detach().float() for value in values.values()]))
 
     def check_gradient(self, network: str, norm: Tensor) -> None:
         """Check the gradient norm of a network, which depends on all micro-batches."""
-        self._place = (self._place[0], UNSET)
         if self.skips_overflows:
             self._skipped_here |= ~torch.isfinite(norm)
         else:
-            self._check((f"{network} gradient",), norm.detach().reshape(1))
+            self._check(UNSET, (f"{network} gradient",), norm.detach().reshape(1))
 
     def blocks_update(self, norm: Tensor) -> Tensor:
         """Return 1.0 if a network with this gradient norm must not be updated, else 0.0; a tensor on the device."""
@@ -76,12 +74,12 @@ class Guard:
         if self.skips_overflows:
             self._skipped_in_row.add_(1).mul_(self._skipped_here)
 
-    def _check(self, names: tuple[str, ...], values: Tensor) -> None:
+    def _check(self, micro_batch: int, names: tuple[str, ...], values: Tensor) -> None:
         if names not in self._numbers:  # copied to the device once, not in each step
             self._numbers[names] = torch.tensor([self.terms.index(name) for name in names], device=values.device)
         is_bad = ~torch.isfinite(values)
         worst = torch.where(is_bad, self._numbers[names], len(self.terms)).min()
-        place = torch.stack([torch.full_like(worst, self._place[0]), torch.full_like(worst, self._place[1]), worst])
+        place = torch.stack([torch.full_like(worst, self._step), torch.full_like(worst, micro_batch), worst])
         any_bad = is_bad.any()
         self._first = torch.where(any_bad & (self.blocked == 0), place, self._first)
         self.blocked.copy_(torch.maximum(self.blocked, any_bad.float()))

@@ -286,5 +286,5 @@ class LatentDiffusionStep(TrainingStep):
         positions = tuple(range(batch_size))
         if self.settings.ldm.latents.cache == "none":
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
-            return VolumeBatch(torch.zeros(shape), positions, None, ("",) * batch_size, condition)
+            return VolumeBatch(torch.zeros(shape), positions, ("",) * batch_size, condition)
         return LatentBatch(torch.zeros(batch_size, *self.settings.latent_shape), positions, condition)

@@ -18,6 +18,8 @@ ROUNDS = (2, 3)
 # Steps of the size that Adam's have at the same learning rate (Liu et al. 2025).
 RMS = 0.2
 FEWEST_CHANNELS = 8
+STACKED_VALUES = 2**25
+"""Values of kernels updated at once, which takes three times their memory; a larger kernel is updated alone."""
 
 
 def is_hidden_kernel(parameter: Tensor) -> bool:
@@ -37,33 +39,45 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all kernels that have a gradient, those of one shape together; none if `found_inf` is 1."""
+        """Update all kernels that have a gradient; none if `found_inf` is 1."""
         for group in self.param_groups:
             trained = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: tuple(p.shape))
-            for shape, kernels in groupby(trained, key=lambda p: p.shape):
-                self._update(list(kernels), shape, group["lr"])
+            for shape, alike in groupby(trained, key=lambda p: p.shape):
+                kernels, number = list(alike), max(1, STACKED_VALUES // shape.numel())
+                for start in range(0, len(kernels), number):
+                    self._update(kernels[start : start + number], shape, group["lr"])
 
-    def _update(self, kernels: list[nn.Parameter], shape: torch.Size, learning_rate: float) -> None:
-        directions = torch.stack([_matrix(self._direction(kernel)) for kernel in kernels])
-        size = learning_rate * RMS * math.sqrt(max(directions.shape[1:]))
-        for kernel, matrix in zip(kernels, orthogonal(directions), strict=True):
-            change = matrix.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-            kernel.sub_(self._unless_blocked(change, torch.zeros_like(change)), alpha=size)
-
-    def _direction(self, kernel: nn.Parameter) -> Tensor:
-        """Add the gradient to the momentum and return the momentum one step ahead (Nesterov)."""
-        momentum = self.state[kernel].setdefault("momentum", torch.zeros_like(kernel))
-        assert kernel.grad is not None, "only kernels with a gradient are updated"
-        momentum.copy_(self._unless_blocked(momentum.lerp(kernel.grad, 1 - MOMENTUM), momentum))
-        return kernel.grad.lerp(momentum, MOMENTUM)
-
-    def _unless_blocked(self, value: Tensor, otherwise: Tensor) -> Tensor:
-        return value if self.found_inf is None else torch.where(self.found_inf == 0, value, otherwise)
+    def _update(self, kernels: list[Tensor], shape: torch.Size, learning_rate: float) -> None:
+        """Update kernels of one shape, stacked: a GPU takes longer to start small operators than to run them."""
+        for kernel in kernels:
+            if not self.state[kernel]:
+                self.state[kernel]["momentum"] = torch.zeros_like(kernel)
+        kept = [self.state[kernel]["momentum"] for kernel in kernels]
+        momenta = torch.stack([_matrix(momentum) for momentum in kept])
+        directions = torch.stack([_matrix(kernel.grad) for kernel in kernels if kernel.grad is not None])
+        is_allowed = None if self.found_inf is None else self.found_inf == 0
+        if is_allowed is not None:
+            # With the momentum in place of a gradient that may hold anything, the momentum stays what it is.
+            directions = torch.where(is_allowed, directions, momenta)
+        momenta = momenta.lerp(directions, 1 - MOMENTUM)
+        torch._foreach_copy_(kept, _kernels(momenta, shape))
+        directions.lerp_(momenta, MOMENTUM)  # one step ahead (Nesterov)
+        del momenta
+        changes = orthogonal(directions)
+        if is_allowed is not None:
+            changes = changes * is_allowed
+        size = learning_rate * RMS * math.sqrt(max(changes.shape[1:]))
+        torch._foreach_sub_(kernels, _kernels(changes, shape), alpha=size)
 
 
 def _matrix(kernel: Tensor) -> Tensor:
     """Return a kernel as one row for each output channel; a view of one with channels last."""
     return kernel.movedim(1, -1).flatten(1)
+
+
+def _kernels(matrices: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return what `_matrix` made matrices of."""
+    return matrices.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2).unbind()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -96,15 +96,12 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
     `draw` returns a uniform number in [0, 1) for each sample and purpose.
     """
     kinds = [kind for kind in kinds_of(s) if kind.draws]
-    if sum(len(kind.draws) for kind in kinds) > 1:
-        together, of_all = draw("hide together") < JOINT_DROPOUT_PROBABILITY, draw("hide all")
+    has_several = sum(len(kind.draws) for kind in kinds) > 1
+    joint = [draw("hide together") < JOINT_DROPOUT_PROBABILITY, draw("hide all")] if has_several else []
 
-        def is_hidden(purpose: str) -> Tensor:
-            return torch.where(together, of_all, draw(purpose)) < s.dropout
-    else:
-
-        def is_hidden(purpose: str) -> Tensor:
-            return draw(purpose) < s.dropout
+    def is_hidden(purpose: str) -> Tensor:
+        own = draw(purpose)
+        return (torch.where(joint[0], joint[1], own) if joint else own) < s.dropout
 
     changed = {kind.name: kind.some_hidden(condition.parts[kind.name], is_hidden) for kind in kinds}
     return ConditionBatch({**condition.parts, **changed})

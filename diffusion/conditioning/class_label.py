@@ -17,15 +17,11 @@ class EmbeddedClass(ConditionKind):
     """A whole number (B,) that the U-Net embeds, with one that stands for a hidden one."""
 
     unet_input = "class_labels"
+    draws = ("label",)
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of one number."""
         return ()
-
-    @property
-    def draws(self) -> tuple[str, ...]:
-        """Return the name of its draw."""
-        return ("label",)
 
     def hidden(self, part: Tensor) -> Tensor:
         """Return the hidden class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +24,6 @@ from settings import DataError, DataSettings, Settings
 from settings.conditioning import LABEL_MAP
 from settings.data import IntensitySettings
 
-READING = {"spacing", "voxel_size", "resize"}
-"""The settings that decide where a voxel of a file lies on the network's grid."""
-
 
 class LabelMap(ConditionKind):
     """The shares of label values (B, num_classes, D, H, W)."""
@@ -34,17 +31,16 @@ class LabelMap(ConditionKind):
     name = "label map"
     section = "label_map"
     unet_input: ClassVar[Input] = "channels"
-    stored_as: ClassVar = "labels"
     options: ClassVar = {"--labels": "label maps"}
 
     @property
     def is_used(self) -> bool:
-        """Return whether label maps are concatenated."""
-        return self.s.label_map.is_used and not self.s.label_map.controlnet
+        """Return whether label maps reach the U-Net in this way."""
+        return self.keys.is_used and bool(self.s.label_map.controlnet) == (self.unet_input == "control")
 
     def takes(self, option: str) -> bool:
-        """Return whether the run has label maps, concatenated or not."""
-        return self.s.label_map.is_used
+        """Return whether the run has label maps."""
+        return self.keys.is_used
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the label map of each volume."""
@@ -64,7 +60,8 @@ class LabelMap(ConditionKind):
         def made(index: int, variant: int, pose: Pose | None) -> Tensor:
             return self.on_grid(maps[index].path, run.settings, pose)
 
-        key = [self.stored_as, number, reading_of(run.settings.data), list(shape[1:])]
+        what = "labels" if self.unet_input == "channels" else "control"
+        key = [what, number, reading_of(run.settings.data), list(shape[1:])]
         read = run.cached(made, lambda index, variant: maps[index].digest, shape, key, "label maps")
         return Prepared(read, picture=lambda index: self.picture(read(index, 0, 0)), shown_as=LabelMap.name)
 
@@ -98,13 +95,7 @@ class ControlMap(LabelMap):
 
     name = "control map"
     unet_input = "control"
-    stored_as = "control"
     draws = ()
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether a ControlNet sees the label maps."""
-        return self.s.label_map.is_used and bool(self.s.label_map.controlnet)
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of one label map."""
@@ -112,7 +103,7 @@ class ControlMap(LabelMap):
 
     def on_grid(self, path: Path, settings: Settings, pose: Pose | None = None) -> Tensor:
         """Return the value with the largest share in each voxel."""
-        return label_values(path, self.s.label_map.num_classes, settings.data, pose)[None]
+        return label_values(path, settings.data, pose)[None]
 
     def picture(self, part: Tensor) -> Tensor:
         """Return the label values as (D, H, W) in [0, 1]."""
@@ -134,28 +125,30 @@ def label_shares(
     """
     d, h, w = grid
     shares = np.zeros((num_classes, *grid), np.float32)
-    for value, share in _shares(path, num_classes, s, pose):
+    for value, share in _shares(path, range(1, num_classes), s, pose):
         blocks = share.reshape(d, share.shape[0] // d, h, share.shape[1] // h, w, share.shape[2] // w)
         shares[value] = blocks.mean(axis=(1, 3, 5), dtype=np.float32)
     shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
     return torch.from_numpy(shares)
 
 
-def label_values(path: Path, num_classes: int, s: DataSettings, pose: Pose | None = None) -> Tensor:
+def label_values(path: Path, s: DataSettings, pose: Pose | None = None) -> Tensor:
     """Return float32 (D, H, W): the label value with the largest share in each voxel of the network's grid."""
+    stored, _ = read_stored(path)
+    present = {int(value) for value in stored.values(np.unique(stored.array))}
     values, largest, background = (np.full(s.voxel_size, start, np.float32) for start in (0, 0, 1))
-    for value, share in _shares(path, num_classes, s, pose):
+    for value, share in _shares(path, sorted(present - {0}), s, pose):
         values[share > largest] = value
         largest, background = np.maximum(largest, share), background - share
     values[background >= largest] = 0
     return torch.from_numpy(values)
 
 
-def _shares(path: Path, num_classes: int, s: DataSettings, pose: Pose | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each label value but the background, with its share (D, H, W) in the voxels of the network's grid."""
+def _shares(path: Path, values: Iterable[int], s: DataSettings, pose: Pose | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each of some label values with its share (D, H, W) in the voxels of the network's grid."""
     stored, header = read_stored(path)
     geometry = geometry_of(header, s)
-    for value in range(1, num_classes):
+    for value in values:
         share = _covered(stored, geometry, lambda voxels, value=value: voxels == value) / 2 + 0.5  # type: ignore[misc]
         yield value, share if pose is None else pose.apply(share, order=1)
 
@@ -182,8 +175,8 @@ def label_reading(data: DataSettings) -> DataSettings:
 
 
 def reading_of(s: DataSettings) -> dict[str, Any]:
-    """Return the settings that decide where a voxel lies, as plain values."""
-    return s.model_dump(mode="json", include=READING)
+    """Return the settings that decide where a voxel of a file lies on the network's grid, as plain values."""
+    return s.model_dump(mode="json", include={"spacing", "voxel_size", "resize"})
 
 
 def label_problem(path: Path, facts: VolumeFacts, num_classes: int) -> str | None:

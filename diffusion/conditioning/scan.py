@@ -15,7 +15,7 @@ from diffusion.conditioning.class_label import EmbeddedClass
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files import printable
 from settings import DataSettings, Settings, UserError
-from settings.conditioning import COLUMNS, REGIONS, SCAN, ScanSettings
+from settings.conditioning import COLUMNS, NUM_MODALITIES, REGIONS, SCAN, ScanSettings
 
 UNIT = 100.0
 """MAISI was trained with spacing in hundredths of a millimetre, and with 100 in the place of a region."""
@@ -42,7 +42,7 @@ class Modality(EmbeddedClass):
 
     def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
         """Return the modality that is asked for, or that of training."""
-        allowed = [*map(str, range(self.s.scan.num_modalities))]
+        allowed = [*map(str, range(NUM_MODALITIES))]
         text = asked.numbers.get(self.name, str(self.s.scan.modality))
         modality = torch.tensor(int(_check_choice(self.name, text, allowed, f"0 to {allowed[-1]}")))
         return lambda sample: modality
@@ -54,6 +54,7 @@ class Scan(ConditionKind):
     name = "scan"
     section = "scan"
     unet_input = "scan"
+    draws = ()
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of the numbers of one sample."""
@@ -77,11 +78,6 @@ class Scan(ConditionKind):
         rows = zip(spacings, partners.rows or [{}] * len(spacings), strict=True)
         vectors = torch.tensor([scan_vector(self.s.scan, spacing_mm, row) for spacing_mm, row in rows])
         return Prepared(lambda index, number, copy: vectors[index])
-
-    @property
-    def draws(self) -> tuple[str, ...]:
-        """Return no draws."""
-        return ()
 
     def hidden(self, part: Tensor) -> Tensor:
         """Return the numbers as they are."""
@@ -107,7 +103,8 @@ class Scan(ConditionKind):
 
 def scan_vector(s: ScanSettings, spacing_mm: Sequence[float], regions: Mapping[str, str]) -> list[float]:
     """Return the numbers of one scan in the order of the U-Net's inputs; `regions` has those that differ by scan."""
-    words = {**s.region_words, **regions}
+    shared = dict(zip(COLUMNS, s.regions, strict=True)) if isinstance(s.regions, tuple) else {}
+    words = {**shared, **regions}
     vector: list[float] = []
     for name in s.inputs:
         if name == "spacing":

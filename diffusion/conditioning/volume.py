@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from data import VolumeFile
 from data.checking import VolumeFacts, measure, unusable
-from data.formats import read_header, read_stored
+from data.formats import read_header
 from data.geometry import INTENSITY, geometry_of, in_planes, mismatch, regridded, scale_to_network
 from data.header import Header
 from data.loading import Pose, in_pose, load_file, to_unit
@@ -62,8 +62,8 @@ class ConditionVolume(ConditionKind):
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the other volume of each volume, which may be itself, and the mask of its hole."""
         s, found = self.s.volume, {"volumes": tuple(files)}
-        if s.degrade.masks is not None:
-            place = PartnerSource(s.degrade.masks, HOLE, "hole")
+        if isinstance(s.degrade.hole, str):
+            place = PartnerSource(s.degrade.hole, HOLE, "hole")
             found["masks"] = checked_partners(place, files, data, label_reading(data), mask_problem, problems)
         if not s.is_from_target:
             assert s.source is not None, "condition volumes have a source"
@@ -157,13 +157,11 @@ def volume_reading(data: DataSettings, s: VolumeSettings) -> DataSettings:
 
 def volume_problem(path: Path, facts: VolumeFacts, reading: DataSettings, s: VolumeSettings) -> str | None:
     """Return why a file cannot be a condition volume, or None if it can."""
-    if facts.num_channels != s.num_channels:
-        return (
-            f"{printable(path)}: {counted(facts.num_channels, 'channel')} ({' x '.join(map(str, facts.axes))}); "
-            f"{VOLUME}.num_channels is {s.num_channels}; change one of the two"
-        )
-    section = INTENSITY if s.is_from_target else f"{VOLUME}.intensity"
-    problem = unusable(facts, reading, section)
+    if facts.num_channels == s.num_channels:
+        problem = unusable(facts, reading, INTENSITY if s.is_from_target else f"{VOLUME}.intensity")
+    else:
+        found = f"{counted(facts.num_channels, 'channel')} ({' x '.join(map(str, facts.axes))})"
+        problem = f"{found}; {VOLUME}.num_channels is {s.num_channels}; change one of the two"
     return None if problem is None else f"{printable(path)}: {problem}"
 
 
@@ -266,10 +264,9 @@ def read_mask(path: Path, volume: Path, data: DataSettings) -> tuple[Tensor, np.
     The mask must lie on the volume's grid, but its axes may have another order and direction. Raises DataError if it
     does not.
     """
-    _, facts = measure(path, label_reading(data))
-    if (problem := mask_problem(path, facts)) is not None:
+    stored, header = measure(path, label_reading(data))
+    if (problem := mask_problem(path, header)) is not None:
         raise DataError(problem)
-    stored, header = read_stored(path)
     of_volume = read_header(volume)
     geometry = geometry_of(of_volume, data)
     turned = geometry.stored_again(geometry_of(header, data).oriented(stored.array))

@@ -13,7 +13,7 @@ from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import TypeIs, override
+from typing_extensions import override
 
 from models.lean import native
 from models.lean.attention import AttentionBlock
@@ -99,11 +99,10 @@ class ResidualBlock(LeanBlock):
         """Return the output and the statistics of both norms.
 
         A norm needs statistics of all rows before the first one can be normalised, so the rows are visited twice: once
-        to compute h, once to produce the output in its place. With `consumes` the output overwrites x if it fits there,
-        on the device always, on the host if that is short of memory; h is then computed twice and never exists whole.
-        If the host has room, an input that is computed on demand and has a shortcut is kept there, so that it is not
-        computed twice. For backward nothing is kept but the output, because to compute h again takes less time than to
-        copy it to the host and back.
+        to compute h, once to produce the output in its place. With `consumes` the output overwrites x if it fits there
+        and memory is short; h is then computed twice and never exists whole. If there is room, an input that is
+        computed on demand and has a shortcut is kept, so that it is not computed twice. For backward nothing is kept
+        but the output, because to compute h again takes less time than to copy it to the host and back.
         """
         host, dtype, shortcut = run.host, run.dtype, self.shortcut
         (weight1, bias1), (weight2, bias2) = _low(self.conv1.conv, dtype), _low(self.conv2.conv, dtype)
@@ -112,13 +111,13 @@ class ResidualBlock(LeanBlock):
         size = x.shape.numel() // x.shape[1] * weight1.shape[0] * dtype.itemsize
         with torch.autocast(x.device.type, enabled=False):
             spare = host.free if host is not None and consumes else 0
-            if _is_computed(x) and shortcut is not None and host is not None and spare >= volume_bytes(x) + size:
-                x, spare = stored(x, run.rows, host), host.free
-            is_short = isinstance(x, Tensor) if host is None else isinstance(x, HostVolume) and spare < size
-            overwrites = consumes and is_short and shortcut is None and x.dtype == dtype
+            if isinstance(x, ComputedRows) and shortcut is not None and spare >= volume_bytes(x) + size:
+                x = stored(x, run.rows, host)
+            in_memory = not isinstance(x, ComputedRows)
+            overwrites = consumes and in_memory and spare < size and shortcut is None and x.dtype == dtype
             recomputes = overwrites or (host is not None and not consumes)
             norm1 = _norm(self.norm1, statistics_of(x, self.norm1, run.rows))
-            source = x if host is None else with_halos(x, length)
+            source = with_halos(x, length) if in_memory or not consumes else x
             convolved = convolved_rows(NormedRows(source, norm1, dtype), weight1, bias1)
             place = x if overwrites else run.place(convolved, "host")
             assert place is not None, "every output has a place"
@@ -127,22 +126,17 @@ class ResidualBlock(LeanBlock):
             for start, end in all_slabs:
                 inner.add(convolved.rows(start, end), None if recomputes else place)
             norm2 = _norm(self.norm2, inner.result())
-            h: Volume = place
-            if recomputes:
-                h = convolved if host is None else Remembered(convolved)
-            elif host is not None:
-                h = with_halos(place, length)
-            second = NormedRows(h, norm2, dtype)
-            if isinstance(place, Tensor):
-                _finish_on_device(place, second, around, all_slabs, [weight2, bias2], 2 if overwrites else 1)
-            else:
-                assert isinstance(place, HostVolume), "what is not on the device is in host memory"
-                outer = Statistics(convolved, all_slabs, self.norm1)
-                for start, end in all_slabs:
-                    part = convolve(second.rows(start - 1, end + 1), weight2, bias2)
-                    # The rows that the next slab needs of what is overwritten here are remembered.
+            second = NormedRows(convolved if recomputes else in_order(place, length), norm2, dtype)
+            outer = Statistics(convolved, all_slabs, self.norm1)
+            for start, end in all_slabs:
+                part = convolve(second.haloed(start, end), weight2, bias2)
+                if isinstance(place, Tensor):
+                    torch.add(part, around.rows(start, end), out=place[:, :, start:end])
+                else:
                     part += around.rows(start, end)
                     outer.add(part, place)
+                del part
+            if isinstance(place, HostVolume):
                 place.statistics = {(self.norm1.num_groups, self.norm1.eps): outer.result()}
         return place, (norm1.mean, norm1.rstd, norm2.mean, norm2.rstd)
 
@@ -228,31 +222,10 @@ class ResidualBlock(LeanBlock):
         """Return what is added to the convolutions: the input or its shortcut."""
         if self.shortcut is None:
             return ComputedRows(x, lambda start, end: read(x, start, end).to(dtype), dtype)
+        if isinstance(x, ComputedRows) and x.then is not None:
+            return x.then(self.shortcut)
         weight, bias = _low(self.shortcut, dtype)
         return ComputedRows(x, lambda start, end: F.conv3d(read(x, start, end).to(dtype), weight, bias), dtype)
-
-
-def _finish_on_device(
-    out: Tensor, second: NormedRows, around: RowSource, slabs: list[tuple[int, int]], conv: list[Tensor], halo: int
-) -> None:
-    """Write the output, `halo` rows of each slab late: the next slab still needs what they overwrite."""
-    late_place, late_rows = out[:, :, :0], out[:, :, :0]
-    for start, end in slabs:
-        haloed = second.rows(start - 1, end + 1)
-        late_place.copy_(late_rows)
-        part = convolve(haloed, *conv)
-        del haloed
-        plus = around.rows(start, end)
-        split = max(start, end - halo)
-        now = split - start
-        torch.add(part[:, :, :now], plus[:, :, :now], out=out[:, :, start:split])
-        late_place, late_rows = out[:, :, split:end], part[:, :, now:] + plus[:, :, now:]
-    late_place.copy_(late_rows)
-
-
-def _is_computed(x: Volume) -> TypeIs[RowSource]:
-    """Return whether the rows of a volume are computed whenever they are read."""
-    return isinstance(x, RowSource) and not isinstance(x, HostVolume)
 
 
 def _low(conv: nn.Conv3d, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ def _add_neighbours(taps: Tensor, strides: Strides, padding: int) -> Tensor:
     By slices: on a CPU, pooling takes twenty times as long, a seventh of a training step with 128 channels.
     """
     doubled = [axis for axis, stride in enumerate(strides, start=2) if stride == 2]
-    taps = F.pad(taps, [padding * (axis in doubled) for axis in (4, 4, 3, 3, 2, 2)])
+    if padding:
+        taps = F.pad(taps, [padding * (axis in doubled) for axis in (4, 4, 3, 3, 2, 2)])
     for axis in doubled:
         count = taps.shape[axis] - 1
         taps = taps.narrow(axis, 0, count) + taps.narrow(axis, 1, count)
@@ -77,15 +78,16 @@ def upsampled_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dt
     kernel, low_bias, (stride, *_) = folded(weight, strides).to(dtype), bias.to(dtype), strides
 
     def compute(start: int, end: int) -> Tensor:
-        first, last = start // stride, -(-end // stride)
-        if isinstance(x, Tensor) and (first, last) == (0, x.shape[2]):
-            small, padding = x, 1
+        if isinstance(x, Tensor) and (start, end) == (0, stride * x.shape[2]):
+            small, before, after = x, 1, 1
         else:
-            # The halo is one small row on each side; the wider padding crops the output rows that belong to it.
-            small, padding = rows_of(x, first - 1, last + 1), 1 + stride
+            first, last = (start - 1) // stride, end // stride + 1
+            # What these small rows give begins and ends outside of the wanted rows, where the padding crops it.
+            small, before, after = rows_of(x, first, last), start - stride * first + 1, stride * last + 1 - end
+        padding = min(before, after)
         with torch.autocast(x.device.type, enabled=False):
             out = native.transposed_convolution(small.to(dtype), kernel, low_bias, strides, (padding, 1, 1))
-        return out[:, :, start - stride * first : end - stride * first]
+        return out[:, :, before - padding : before - padding + end - start]
 
     grid = (size * stride for size, stride in zip(x.shape[2:], strides, strict=True))
     return ComputedRows(x, compute, dtype, (x.shape[0], weight.shape[0], *grid))
@@ -238,8 +240,19 @@ class Enlarged(RowSource):
         return max(start // stride - stride + 1, 0), min(-(-end // stride) + stride - 1, self.x.shape[2])
 
 
+def _merged(conv: nn.Conv3d, pointwise: nn.Conv3d) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of the convolution that equals one and then a pointwise one."""
+    assert conv.bias is not None, "MONAI's convolutions have a bias"
+    assert pointwise.bias is not None, "MONAI's convolutions have a bias"
+    weight, matrix = full_precision(conv.weight), full_precision(pointwise.weight).flatten(1)
+    bias = torch.addmv(full_precision(pointwise.bias), matrix, full_precision(conv.bias))
+    return torch.tensordot(matrix, weight, 1), bias
+
+
 class UpsampleBlock(LeanBlock):
     """Nearest-neighbour upsampling by `strides`, in MONAI's block two along each axis, then a convolution."""
+
+    always_keeps_only_input = True
 
     def __init__(self, stock: Upsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
@@ -249,16 +262,16 @@ class UpsampleBlock(LeanBlock):
         """Return the enlarged volume."""
         return upsample_conv(x, self.postconv.conv, self.strides)
 
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
-
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
         conv = self.postconv.conv
-        return upsampled_rows(x, conv.weight, conv.bias, self.strides, run.dtype), ()
+        rows = self._enlarged(x, conv.weight, conv.bias, run.dtype)
+        rows.then = lambda after: self._enlarged(x, *_merged(conv, after), run.dtype)
+        return rows, ()
+
+    def _enlarged(self, x: Volume, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> ComputedRows:
+        return upsampled_rows(x, weight, bias, self.strides, dtype)
 
     @override
     def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
@@ -298,9 +311,13 @@ class InterpolationBlock(UpsampleBlock):
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume, on the device or as rows computed on demand, which the next block reads."""
-        weight, bias = (parameter.to(run.dtype) for parameter in self.postconv.conv.parameters())
-        rows = convolved_rows(Enlarged(x, self.strides, run.dtype), weight, bias)
+        rows, _ = super().rows_forward(x, run, is_last)
+        assert isinstance(rows, ComputedRows), "an enlarged volume is computed on demand"
         return stored(rows, run.rows, None) if is_last else rows, ()
+
+    @override
+    def _enlarged(self, x: Volume, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> ComputedRows:
+        return convolved_rows(Enlarged(x, self.strides, dtype), weight.to(dtype), bias.to(dtype))
 
     @override
     def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
@@ -337,6 +354,8 @@ class DownsampleBlock(LeanBlock):
     The input is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one.
     """
 
+    always_keeps_only_input = True
+
     def __init__(self, stock: AEKLDownsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
         self.conv, self.strides = stock.conv, tuple(strides)
@@ -348,11 +367,6 @@ class DownsampleBlock(LeanBlock):
     @override
     def consume(self, x: Volume) -> Volume:
         return self(x) if isinstance(x, Tensor) else super().consume(x)
-
-    @property
-    def keeps_only_input(self) -> bool:
-        """Always true: backward needs only the input, in slabs or not."""
-        return True
 
     @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:

@@ -13,9 +13,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
@@ -46,10 +47,16 @@ class RowSource(ABC):
 
 
 Volume = Tensor | RowSource
+CountedVolume = TypeVar("CountedVolume", bound=Volume)
 
 
 class ComputedRows(RowSource):
-    """Rows that a function of their start and end computes whenever they are read."""
+    """Rows that a function of their start and end computes whenever they are read.
+
+    `then`, where it is given, returns what a pointwise convolution makes of them without computing the rows first.
+    """
+
+    then: Callable[[nn.Conv3d], ComputedRows] | None = None
 
     def __init__(
         self,
@@ -138,6 +145,7 @@ class NormedRows:
 
     def __init__(self, x: Volume, norm: Norm, dtype: torch.dtype) -> None:
         self.x, self.norm, self.dtype = x, norm, dtype
+        self._shared: tuple[int, Tensor] | None = None
         self._sums: list[Tensor] = []
         self._group_means: Tensor | None = None
 
@@ -145,6 +153,20 @@ class NormedRows:
         """Return the rows from `start` to `end`; rows outside the volume are zero, as in a padded convolution."""
         first, last = max(start, 0), min(end, self.x.shape[2])
         return normalise(read(self.x, first, last), self.norm, self.dtype, first - start, end - last)
+
+    def haloed(self, start: int, end: int) -> Tensor:
+        """Return the rows with a halo of one on each side; for slabs in order, which share two rows.
+
+        Those are computed once, so that `x` may be overwritten up to the end of the slab before.
+        """
+        if self._shared is None or self._shared[0] != start:
+            out = self.rows(start - 1, end + 1)
+        else:
+            last = min(end + 1, self.x.shape[2])
+            out = normalise(read(self.x, start + 1, last), self.norm, self.dtype, 2, end + 1 - last)
+            out[:, :, :2] = self._shared[1]
+        self._shared = (end, out[:, :, -2:].clone())
+        return out
 
     def absorb(self, grad: Tensor, start: int, end: int, kept: Volume | None = None) -> None:
         """Add the gradient of `rows(start, end)` to the sums and keep what `input_grad` needs of it.
@@ -185,11 +207,13 @@ def convolved_rows(source: NormedRows | Volume, weight: Tensor, bias: Tensor) ->
 
     def compute(start: int, end: int) -> Tensor:
         if isinstance(source, NormedRows):
-            return convolve(source.rows(start - 1, end + 1), weight, bias)
+            haloed = source.haloed(start, end) if computed else source.rows(start - 1, end + 1)
+            return convolve(haloed, weight, bias)
         with torch.autocast(weight.device.type, enabled=False):
             return convolve(rows_of(source, start - 1, end + 1).to(weight.dtype), weight, bias)
 
     x = source.x if isinstance(source, NormedRows) else source
+    computed = isinstance(x, ComputedRows)
     return ComputedRows(x, compute, weight.dtype, (x.shape[0], weight.shape[0], *x.shape[2:]))
 
 
@@ -247,7 +271,7 @@ def host_bytes(nbytes: int, is_pinned: bool) -> int:
 
 
 class HostSpace:
-    """The host memory that volumes of more than `above` bytes may take, `free` bytes in all.
+    """The host memory that volumes of more than `above` bytes may take; `free` bytes of it are left.
 
     `on_block` is called after each block of a network that uses it.
     """
@@ -256,16 +280,28 @@ class HostSpace:
         self.above, self.free, self.on_block = above, free, on_block
         self.copies = Copies()
 
-    def volume(self, like: Volume) -> HostVolume:
+    def volume(self, like: Volume) -> HostVolume | Tensor:
         """Return an uninitialised volume of the shape and dtype of `like`; its bytes are free again when it goes."""
-        size = host_bytes(volume_bytes(like), like.device.type == "cuda")
+        return self._counted(HostVolume(like, self.copies), host_bytes(volume_bytes(like), like.device.type == "cuda"))
+
+    def _counted(self, volume: CountedVolume, size: int) -> CountedVolume:
         self.free -= size
-        volume = HostVolume(like, self.copies)
         weakref.finalize(volume, self._give_back, size)
         return volume
 
     def _give_back(self, size: int) -> None:
         self.free += size
+
+
+class DeviceSpace(HostSpace):
+    """The device's memory in place of the host's: volumes are tensors there."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(above=0, free=free)
+
+    def volume(self, like: Volume) -> Tensor:
+        """Return an uninitialised tensor of the shape and dtype of `like`."""
+        return self._counted(empty(like), volume_bytes(like))
 
 
 class TrainingSpace(HostSpace):
@@ -302,8 +338,8 @@ def check_host_bytes(needed: int, free: int, about: str = "") -> None:
     if needed > free:
         raise HostMemoryError(
             f"autoencoder.training.offload_levels: its volumes take {about}{needed / GIB:.1f} GiB of host memory; "
-            f"{free / GIB:.1f} GiB are free; make room, set use_nested_checkpointing: true if it is off, or train on "
-            "patches (data.patch_size)"
+            f"{free / GIB:.1f} GiB are free to this process (limits of cgroups count); make room, set "
+            "use_nested_checkpointing: true if it is off, or train on patches (data.patch_size)"
         )
 
 

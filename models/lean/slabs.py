@@ -46,12 +46,17 @@ Target = Literal["host", "device"] | None
 
 
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels."""
+    """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels.
+
+    One or two rows that are left at the end belong to the slab before them: of so few, oneDNN's 16-bit gradients of
+    weights read uninitialised memory on CPUs with AVX-512.
+    """
     total, height = x.shape[2], x.shape[3]
     if dtype == torch.float32:
         fewest = MIN_SLAB_VALUES // (channels * height) + 1
         rows = max(rows, fewest + fewest % 2)
-    return [(start, min(start + rows, total)) for start in range(0, total, rows)]
+    starts = range(0, max(total - min(rows - 1, 2), 1), rows)
+    return list(zip(starts, [*starts[1:], total], strict=True))
 
 
 class Statistics:
@@ -107,17 +112,11 @@ def statistics_of(x: Volume, norm: nn.GroupNorm, rows: int) -> tuple[Tensor, Ten
 
 
 def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
-    """Compute all rows of a volume; put them into host memory if they are to lie there, else on the device."""
-    all_slabs = slabs(x, rows, x.shape[1], x.dtype)
-    if host is not None and volume_bytes(x) > host.above:
-        volume = host.volume(x)
-        for start, end in all_slabs:
-            volume.write(start, x.rows(start, end))
-        return volume
-    out = empty(x)
-    for start, end in all_slabs:
-        out[:, :, start:end].copy_(x.rows(start, end))
-    return out
+    """Compute all rows of a volume; put them into the memory of `host` if they are to lie there, else on the device."""
+    volume = host.volume(x) if host is not None and volume_bytes(x) > host.above else empty(x)
+    for start, end in slabs(x, rows, x.shape[1], x.dtype):
+        write(volume, start, x.rows(start, end))
+    return volume
 
 
 class Run:
@@ -175,11 +174,12 @@ class LeanBlock(nn.Module):
 
     slab_rows = 0
     host: HostSpace | None = None
+    always_keeps_only_input = False
 
     @property
     def keeps_only_input(self) -> bool:
         """Whether the block keeps only its input for backward, so that a checkpoint around it would gain nothing."""
-        return self.slab_rows > 0
+        return self.always_keeps_only_input or self.slab_rows > 0
 
     def consume(self, x: Volume) -> Volume:
         """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""

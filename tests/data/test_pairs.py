@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data.checking import measure
 from data.formats import write_nifti
@@ -15,7 +16,7 @@ from data.partners import PartnerSource, find_partners
 from data.volumes import DataSplit, prepare_volumes
 from diffusion.conditioning import check_conditions, find_partners_of
 from diffusion.conditioning.kind import Partners
-from diffusion.conditioning.label_map import label_problem, label_shares
+from diffusion.conditioning.label_map import label_problem, label_shares, label_values
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import ConditioningSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
@@ -145,6 +146,13 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
         blocks = whole.reshape(coarse[0], 2, coarse[1], 2, coarse[2], 2).mean(axis=(1, 3, 5))
         np.testing.assert_allclose(found[value], blocks, atol=1e-6)
     assert found[1:].std() > 0.05
+    # A ControlNet gets the value with the largest share.
+    values, shares = label_values(tmp_path / "map.nii.gz", s), label_shares(tmp_path / "map.nii.gz", 3, s, grid)
+    first, second, _ = shares.sort(dim=0, descending=True).values
+    is_clear = first - second > 1e-5
+    assert torch.equal(values[is_clear], shares.argmax(dim=0)[is_clear].float())
+    assert is_clear.float().mean() > 0.5
+    assert set(values.unique().tolist()) == {0, 1, 2}
 
 
 def header_of(affine: np.ndarray, shape: tuple[int, int, int] = (12, 10, 8), has_spacing: bool = True) -> Header:

@@ -37,6 +37,7 @@ def folder(tmp_path, monkeypatch, tmp_path_factory):
     return tmp_path
 
 
+@pytest.mark.usefixtures("shared_workers")
 def test_every_snippet_of_the_document_runs(folder, monkeypatch, capsys):
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(snippets) == 5

@@ -20,6 +20,7 @@ def test_the_document_shows_the_stored_figures():
     assert list(dict.fromkeys(row["variant"] for row in ROWS)) == [*VARIANTS]
 
 
+@pytest.mark.usefixtures("shared_workers")
 def test_predicted_figures_of_the_document_are_current():
     """The smallest grid of three rows."""
     stored = {row["variant"]: row for row in ROWS if row["grid"] == [64, 64, 64]}

@@ -87,8 +87,10 @@ def test_missing_and_wrong_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pth").write_text("text")
     with pytest.raises(ConfigError, match=r"^--fid-weights: .*text.pth cannot be read as a state dict"):
         FeatureNetwork("medicalnet-3d", str(tmp_path / "text.pth"), CPU)
-    broken = dilated_resnet(50).state_dict()
-    broken["conv1.weight"] *= float("nan")
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in dilated_resnet(50).state_dict().items()}
+    broken = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+    broken["conv1.weight"] = broken["conv1.weight"] + torch.nan
     for state in (nn.Linear(2, 2).state_dict(), broken):
         torch.save(state, tmp_path / "other.pth")
         with pytest.raises(ConfigError, match=r"does not hold the weights of medicalnet-3d \(conv1.weight is missing"):

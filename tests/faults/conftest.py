@@ -65,12 +65,7 @@ def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
         single = f"{stage}.training.gradient_accumulation_steps=1"
         return [
             start(
-                stage,
-                single,
-                *overrides,
-                output=f"output_{rank}.log",
-                signalled=signalled,
-                **rank_of_two(rank, port),
+                stage, single, *overrides, output=f"output_{rank}.log", signalled=signalled, **rank_of_two(rank, port)
             )
             for rank in range(2)
         ]

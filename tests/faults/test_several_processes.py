@@ -38,7 +38,7 @@ def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_los
     found, expected = (losses(folder, "autoencoder", "reconstruction") for folder in (tmp_path, undisturbed))
     assert len(expected) == NUM_STEPS
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    found, expected = (losses(folder, "autoencoder", "val_psnr")[-1] for folder in (tmp_path, undisturbed))
+    found, expected = (losses(folder, "autoencoder", "val_psnr")[-1:] for folder in (tmp_path, undisturbed))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 

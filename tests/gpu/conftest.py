@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,15 @@ def exact_arithmetic() -> Iterator[Callable[[], None]]:
     """
     import torch
 
-    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = convolutions.allow_tf32, products.allow_tf32, convolutions.deterministic, convolutions.benchmark
+    convolutions: Any = torch.backends.cudnn
+    exact = {(convolutions, "allow_tf32"): False, (torch.backends.cuda.matmul, "allow_tf32"): False}
+    exact |= {(convolutions, "deterministic"): True, (convolutions, "benchmark"): False}
+    before = {place: getattr(*place) for place in exact}
 
-    def choose(tf32: bool, products_tf32: bool, deterministic: bool, benchmark: bool) -> None:
-        convolutions.allow_tf32, products.allow_tf32 = tf32, products_tf32
-        convolutions.deterministic, convolutions.benchmark = deterministic, benchmark
+    def choose(values: dict[Any, bool]) -> None:
+        for (where, name), value in values.items():
+            setattr(where, name, value)
 
-    def apply() -> None:
-        choose(False, False, True, False)
-
-    apply()
-    yield apply
-    choose(*before)
+    choose(exact)
+    yield lambda: choose(exact)
+    choose(before)

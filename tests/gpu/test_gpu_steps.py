@@ -41,11 +41,17 @@ def batches_of(step: Any) -> list[Any]:
     return batches
 
 
+def weights_of(step: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in step.network.parameters()]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
 def test_the_host_never_waits_in_a_step(tiny_values, stage, precision):
     step = step_of(tiny_values, stage, precision, ema_decay=0.9)
     batches = batches_of(step)
+    for batch in batches:
+        assert all(value.is_pinned() for value in vars(batch).values() if isinstance(value, torch.Tensor))
     for number in range(2):
         step(batches, number)
     torch.cuda.set_sync_debug_mode("error")
@@ -56,12 +62,6 @@ def test_the_host_never_waits_in_a_step(tiny_values, stage, precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     step.guard.raise_if_bad()
-
-
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_latents_and_volumes_arrive_pinned(tiny_values, stage):
-    for batch in batches_of(step_of(tiny_values, stage)):
-        assert all(value.is_pinned() for value in vars(batch).values() if isinstance(value, torch.Tensor))
 
 
 def gradients(step: Any, number: int) -> dict[str, torch.Tensor]:
@@ -95,27 +95,24 @@ def test_an_overflow_in_float16_skips_the_update_and_lowers_the_scale(tiny_value
     batches = batches_of(step)
     step(batches, 0)
 
-    def weights() -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in step.network.parameters()]
-
-    before = weights()
+    before = weights_of(step)
     step.precision.load_state_dict(step.precision.state_dict() | {"scale": 2.0**40})
     step(batches, 1)
     step.guard.raise_if_bad()
     assert step.precision.scaler.get_scale() == 2.0**39
-    assert all(torch.equal(one, other) for one, other in zip(before, weights(), strict=True))
+    assert all(map(torch.equal, before, weights_of(step)))
     step.precision.load_state_dict(step.precision.state_dict() | {"scale": 256.0})
     step(batches, 2)
     step.guard.raise_if_bad()
-    assert not all(torch.equal(one, other) for one, other in zip(before, weights(), strict=True))
+    assert not all(map(torch.equal, before, weights_of(step)))
 
 
 def test_a_value_that_is_not_finite_is_found_and_no_weight_moves(tiny_values):
     step = step_of(tiny_values, "autoencoder")
     batches = batches_of(step)
-    before = [parameter.detach().clone() for parameter in step.network.parameters()]
+    before = weights_of(step)
     batches[1].image[0, 0, 0, 0, 0] = torch.nan
     step(batches, 0)
     with pytest.raises(TrainingError, match="is not finite"):
         step.guard.raise_if_bad()
-    assert all(torch.equal(one, other) for one, other in zip(before, step.network.parameters(), strict=True))
+    assert all(map(torch.equal, before, weights_of(step)))

@@ -99,8 +99,12 @@ def two_threads():
 
 
 IN_SLABS = {"use_gradient_checkpointing": True, "slab_rows": 4}
-UPDOWN = {"resblock_updown": True}
-STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, UPDOWN)]
+STEPS = [
+    ("autoencoder", {}, {}),
+    ("autoencoder", IN_SLABS, {}),
+    ("ldm", {}, {}),
+    ("ldm", {}, {"resblock_updown": True}),
+]
 
 
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
 import torch
 
+from memory.predict.emulation import measure_peak
+from memory.predict.tracker import MemoryTracker
 from models import build_autoencoder, volume_codec
-from models.volume_codec import HostMemoryError, VolumeCodec
+from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace
+from models.volume_codec import VolumeCodec
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision
 from settings import Settings
@@ -56,7 +60,7 @@ NEEDED = 5 * 16 * 4 * torch.Size(GRID).numel()
 
 
 @pytest.mark.parametrize(
-    ("budget", "configured", "expected"), [(1, 0, 16), (1, 4, 4), (NEEDED - 1, 0, 16), (NEEDED, 0, 0)]
+    ("budget", "configured", "expected"), [(1, 0, 4), (NEEDED - 1, 6, 6), (NEEDED - 1, 0, 16), (NEEDED, 0, 0)]
 )
 def test_slabs_come_on_where_a_block_exceeds_the_budget_and_change_nothing(codec_of, budget, configured, expected):
     codec, used = codec_of(budget, autoencoder__training__slab_rows=configured)
@@ -83,7 +87,7 @@ def test_what_does_not_fit_in_slabs_passes_through_host_memory(codec_of, small_v
         codec, used = codec_of(budget)
         with caplog.at_level("INFO", logger="models"):
             mean = codec.encode(image)
-        assert (codec.host is not None) == is_on_host
+        assert type(codec.host) is (HostSpace if is_on_host else DeviceSpace)
         assert ("32x16x16: in slabs of" in caplog.text) == is_on_host
         torch.testing.assert_close(mean, whole.encode(image), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(codec.decode(mean), whole.decode(mean), rtol=1e-4, atol=1e-5)
@@ -97,22 +101,40 @@ class FullHost(MemoryObserver):
 
 
 def test_a_budget_that_only_the_device_can_exceed_is_exceeded_in_words(codec_of, small_volumes_count, caplog):
-    codec, used = codec_of(0)
+    codec, _ = codec_of(0)
     with observed_by(FullHost()):
         codec.decode(torch.zeros(3, 16, 8, 8))
     assert codec.host is None
-    assert used == [16, 0]
     assert "32x16x16: 0.0 GiB of host memory are too few, so it is computed on the device" in caplog.text
 
 
-def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count, monkeypatch):
-    codec, _ = codec_of(0)
+THREE_LEVELS = {"autoencoder__attention_levels": [False] * 3, "autoencoder__num_res_blocks": 1}
+WIDE = {**THREE_LEVELS, "autoencoder__num_channels": [8, 8, 128], "autoencoder__strides": [[1, 2, 2], [1, 1, 2]]}
+"""The volumes of the lowest level are larger than those of the two others together."""
+
+
+@pytest.mark.parametrize(("changes", "host"), [({}, 1 << 13), (WIDE, 12 * 4 * torch.Size(GRID).numel())])
+def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count, monkeypatch, changes, host):
+    codec, _ = codec_of(0, **changes)
     monkeypatch.setattr(codec, "_device_bytes", lambda: 1 << 13)
-    with (
-        observed_by(FullHost()),
-        pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"),
-    ):
-        codec.decode(torch.zeros(3, 16, 8, 8))
+    monkeypatch.setattr(FullHost, "free_host_bytes", lambda self: host)
+    sentence = r"a volume of 32x16x16 takes .* GiB of host memory besides .* are free to this process .*; make room"
+    with observed_by(FullHost()), pytest.raises(HostMemoryError, match=sentence):
+        codec.encode(torch.zeros(1, *GRID))
+
+
+def test_a_decode_keeps_to_its_budget_and_computes_less_twice_where_there_is_room(codec_of):
+    def decode(budget: int, found: MemoryTracker) -> None:
+        codec, _ = codec_of(budget, **THREE_LEVELS, autoencoder__num_channels=[32, 64, 128])
+        found.reset()
+        codec.decode(torch.zeros(3, 64, 64, 32))
+
+    whole, tight, wide = (
+        measure_peak(functools.partial(decode, budget), cuda=False) for budget in (1 << 50, 3 << 29, 3 << 30)
+    )
+    assert tight.peak["device"] < min(3 << 29, 0.25 * whole.peak["device"])
+    assert tight.peak["device"] < wide.peak["device"] < 3 << 30
+    assert 1.5 * whole.flops.total() > tight.flops.total() > 1.05 * wide.flops.total()
 
 
 def test_progress_is_shown_where_a_volume_passes_through_host_memory(

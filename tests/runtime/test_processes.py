@@ -51,11 +51,6 @@ def found(warm, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-def test_gradients_have_the_strides_that_their_exchange_needs(found):
-    for process in found["two"]:
-        assert "Grad strides do not match bucket view strides" not in process["output"]
-
-
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm", "conditional"])
 def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulation(found, stage):
     (one,), (first, second) = found["one"], found["two"]
@@ -70,38 +65,29 @@ def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulati
     torch.testing.assert_close(first[stage], second[stage], rtol=0, atol=0)
 
 
-def test_conditions_of_two_processes_are_scaled_like_those_of_one(found):
+def test_conditions_and_codebook_of_two_processes_are_those_of_one_with_twice_the_accumulation(found):
     (one,), (first, second) = found["one"], found["two"]
-    assert one["condition scale"].keys() == {"condition_scale", "condition_mean"}
-    torch.testing.assert_close(first["condition scale"], one["condition scale"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(first["condition scale"], second["condition scale"], rtol=0, atol=0)
+    assert (len(one["condition scale"]), len(one["codebook"])) == (2, 3)
+    for name in ("condition scale", "codebook"):
+        torch.testing.assert_close(first[name], one[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
 
 
-def test_codebook_of_two_processes_equals_that_of_one_with_twice_the_accumulation(found):
-    (one,), (first, second) = found["one"], found["two"]
-    assert len(one["codebook"]) == 3
-    torch.testing.assert_close(first["codebook"], one["codebook"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(first["codebook"], second["codebook"], rtol=0, atol=0)
-
-
-def test_gradients_are_exchanged_once_per_update(found):
+def test_gradients_are_exchanged_once_per_update_with_the_strides_that_this_needs(found):
     for process in found["two"]:
+        assert "Grad strides do not match bucket view strides" not in process["output"]
         for travelled in process["reductions"]:
             assert travelled, "gradients never travelled"
             assert len(travelled) == len(set(travelled)), "a bucket of gradients travelled twice"
 
 
-@pytest.mark.parametrize("number", [3, 1])
-def test_validation_is_the_same_however_volumes_are_shared_out(found, number):
+def test_validation_is_the_same_however_volumes_are_shared_out(found):
     (one,), two = found["one"], found["two"]
-    expected = one[f"validation of {number}"]
-    assert expected["val_psnr"] > 0
-    for process in two:
-        torch.testing.assert_close(process[f"validation of {number}"], expected, rtol=1e-5, atol=0)
-
-
-def test_validation_without_volumes_has_nothing_to_say(found):
-    assert found["one"][0]["validation of 0"] == found["two"][1]["validation of 0"] == {}
+    for name in ("validation of 3", "validation of 1"):
+        assert one[name]["val_psnr"] > 0
+        for process in two:
+            torch.testing.assert_close(process[name], one[name], rtol=1e-5, atol=0)
+    assert one["validation of 0"] == two[1]["validation of 0"] == {}
 
 
 def test_latents_are_encoded_in_shares_and_scaled_as_one(found):
@@ -113,16 +99,12 @@ def test_latents_are_encoded_in_shares_and_scaled_as_one(found):
             torch.testing.assert_close(process[name], one[name], rtol=1e-5, atol=0)
 
 
-def test_processes_agree_on_flags_values_and_errors(found):
+def test_processes_agree_on_flags_values_and_errors_and_name_the_volumes_that_are_not_finite(found):
     for rank, process in enumerate(found["two"]):
+        assert process["not finite"].startswith("step 4: reconstruction is not finite for seen by 1;")
         assert process["any"] == (True, False)
         assert process["from first"] == "said by 0"
         assert process["together"] == ("volume.nii: gone", 2, rank == 0)
-
-
-def test_value_that_is_not_finite_is_reported_with_the_volumes_of_the_process_that_met_it(found):
-    for process in found["two"]:
-        assert process["not finite"].startswith("step 4: reconstruction is not finite for seen by 1;")
 
 
 @pytest.mark.parametrize("has_more", [0, 1])

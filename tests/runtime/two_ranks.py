@@ -47,10 +47,7 @@ def count_reductions(network: nn.Module) -> list[int]:
 
 def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
     step = AutoencoderStep(settings, process)
-    found["reductions"] = [
-        count_reductions(step._parallel_autoencoder),
-        count_reductions(step._parallel_discriminator),
-    ]
+    found["reductions"] = [count_reductions(step._parallel_autoencoder), count_reductions(step._parallel_discriminator)]
     plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
     micro_batches = next(training_batches(volumes.train, settings.data, plan, STEP, STEP + 1))
     step.backward(micro_batches, STEP)

@@ -11,31 +11,27 @@ import yaml
 from tests.finished_run import finished_run, run_here
 
 
-def test_both_stages_are_measured_beside_their_anchors(command, tmp_path, tmp_path_factory):
+def test_both_stages_are_measured_beside_their_anchors(tmp_path, tmp_path_factory, capsys):
     run = finished_run(tmp_path_factory)
-    arguments = ["--run", run, "--num", "3", "--steps", "2", "--json", "out/e.json"]
-    result = command("scripts/evaluate.py", *arguments)
-    assert result.returncode == 0, result.stderr
+    arguments = ["--run", run, "--num", "3", "--steps", "2", "--json", tmp_path / "out" / "e.json"]
+    assert run_here("scripts/evaluate.py", *arguments) == 0
+    printed = capsys.readouterr().out
     values = json.loads((tmp_path / "out" / "e.json").read_text())
     rows = values["reconstruction"]["volumes"]
     assert len(rows) >= 2
     for name in ("psnr", "ssim", "ms_ssim"):
         assert values["reconstruction"]["mean"][name] == pytest.approx(sum(r[name] for r in rows) / len(rows))
-        assert all(row["volume"] in result.stdout for row in rows)
+        assert all(row["volume"] in printed for row in rows)
     assert values["samples"]["num"] == len(values["samples"]["nearest_training"]) == 3
-    assert list(values["anchors"]) == [
-        "training volumes",
-        "reconstructed training volumes",
-        "Gaussian with their covariance",
-        "network switched off",
-    ]
+    volumes = ["training volumes", "reconstructed training volumes"]
+    assert list(values["anchors"]) == [*volumes, "Gaussian with their covariance", "network switched off"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     [logged] = [line for line in lines if "val_skill" in line]
     assert values["skill"] == pytest.approx({name: logged[name] for name in values["skill"]}, rel=1e-4)
     assert values["skill"].keys() > {"val_diffusion", "val_skill", "val_skill_0.01", "val_skill_0.99"}
     assert -1 <= values["samples"]["correlation_with_silent_network"] <= 1
     for name in (*values["anchors"], "sharpness", "95 % low", "skill", "switched off"):
-        assert name in result.stdout
+        assert name in printed
     for stage in ("reconstruction", "samples"):
         assert values[stage]["sharpness"]["gradient_magnitude"] > 0
     low, high = values["reconstruction"]["interval"]["psnr"]

@@ -1,6 +1,5 @@
 """The two commands from the outside: files in, files out, exit codes and messages."""
 
-import argparse
 import shlex
 import shutil
 from pathlib import Path
@@ -14,8 +13,6 @@ from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
 from models.exchange import UNKNOWN, published
 from models.weight_files import load_texts, load_weights, save_weights
-from runtime.cli import run
-from scripts import export_checkpoint, import_checkpoint
 from settings import Settings, load_settings, stored
 from tests.finished_run import finished_run, run_here
 from training.checkpoints import Checkpoints, licence_of
@@ -69,9 +66,8 @@ def generative_file(tmp_path) -> Path:
     return tmp_path / "generative.pt"
 
 
-def command(module, *arguments: object) -> int:
-    options: argparse.Namespace = module.parse([str(argument) for argument in arguments])
-    return run(module.main, options)
+EXPORT = ("scripts/export_checkpoint.py", "--weights")
+IMPORT = ("scripts/import_checkpoint.py", "--from")
 
 
 @pytest.fixture
@@ -79,8 +75,8 @@ def take(tmp_path, config):
     """Import weights into the folder `run`; return the exit code."""
 
     def start(origin: str, weights: Path, *more: object) -> int:
-        where = ["--weights", weights, "--config", config, "--out", tmp_path / "run"]
-        return command(import_checkpoint, "--from", origin, *where, *more)
+        where = ("--weights", weights, "--config", config, "--out", tmp_path / "run")
+        return run_here(*IMPORT, origin, *where, *map(str, more))
 
     return start
 
@@ -99,7 +95,7 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     assert load_settings(path, overrides).autoencoder.pretrained == str(tmp_path / "run" / "autoencoder.safetensors")
 
     source = tmp_path / "run" / "autoencoder.safetensors"
-    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0
+    assert run_here(*EXPORT, source, "--out", tmp_path / "monai.pt") == 0
     recipe = capsys.readouterr().out
     scope: dict = {}
     exec(recipe, scope)
@@ -138,7 +134,7 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, t
         torch.testing.assert_close(ours.decode(mean), 2 * theirs.decode(mean) - 1, rtol=1e-5, atol=1e-5)
     source = tmp_path / "run" / "autoencoder.safetensors"
     capsys.readouterr()
-    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.safetensors") == 0
+    assert run_here(*EXPORT, source, "--out", tmp_path / "again.safetensors") == 0
     recipe = capsys.readouterr().out
     assert "# It takes and returns volumes with intensities scaled to [0, 1].\n" in recipe
     scope: dict = {}
@@ -185,15 +181,15 @@ def test_an_imported_unet_is_exported_with_its_latents_and_its_licence(tmp_path,
     settings = Settings.model_validate({"ldm": {"pretrained": str(source)}})
     assert licence_of("ldm", settings) == {"licence": "Theirs"}
     assert licence_of("autoencoder", settings) == {}
-    export = ["--weights", source, "--out", tmp_path / "monai.safetensors"]
+    export = (*EXPORT, source, "--out", tmp_path / "monai.safetensors")
     capsys.readouterr()
-    assert command(export_checkpoint, *export) == 0
+    assert run_here(*export) == 0
     recipe = capsys.readouterr().out
     assert "fine-tuned from: Theirs." in recipe
     assert recipe.endswith("\n# It takes the autoencoder's latents times 0.75.\n")
     assert load_texts(tmp_path / "monai.safetensors")["licence"] == "Theirs"
     save_weights(source, state, metadata | {"latent_mean": torch.ones(3, 1, 1, 1)})
-    assert command(export_checkpoint, *export) == 0
+    assert run_here(*export) == 0
     recipe = capsys.readouterr().out
     assert "# It takes (latent - mean) * scale: latent_mean and latent_scale in that file.\n" in recipe
     scope: dict = {}
@@ -203,51 +199,33 @@ def test_an_imported_unet_is_exported_with_its_latents_and_its_licence(tmp_path,
 
 def test_run_folder_of_another_config_is_refused(tmp_path, take, unet_state, generative_file, capsys):
     torch.save(unet_state, tmp_path / "unet.pt")
-    assert take("monai-generative", generative_file) == 0
+    content = torch.load(generative_file, weights_only=True)
+    content |= {"again": content, "best": content["state_dict"]}  # a dict inside itself is searched once
+    torch.save(content, tmp_path / "round.pt")
+    assert take("monai-generative", tmp_path / "round.pt") == 0
     unet = ["monai", tmp_path / "unet.pt", "--latent-scale", 1]
     assert take(*unet, "seed=7") == 2
     assert "all weights in a run folder share one config" in capsys.readouterr().err
     assert take(*unet) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda weight: weight.fill_(float("nan")),
-        lambda weight: weight.to(torch.complex64),
-        lambda weight: weight.to_sparse(),
-        lambda weight: weight.double() * 1e300,
-    ],
-)
-def test_weights_that_are_no_finite_numbers_are_refused(change, tmp_path, take, generative_file, capsys):
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path, take, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
-    first = next(iter(state))
-    state[first] = change(state[first])
-    torch.save(state, tmp_path / "strange.pt")
-    assert take("monai-generative", tmp_path / "strange.pt") == 2
-    assert f"{first} is not a dense tensor of finite real numbers" in capsys.readouterr().err
+    first, weight = next(iter(state.items()))
+    nan = torch.full_like(weight, float("nan"))
+    for strange in (nan, weight.to(torch.complex64), weight.to_sparse(), weight.double() * 1e300):
+        torch.save(state | {first: strange}, tmp_path / "strange.pt")
+        assert take("monai-generative", tmp_path / "strange.pt") == 2
+        assert f"{first} is not a dense tensor of finite real numbers" in capsys.readouterr().err
 
 
-def test_a_dict_inside_itself_is_searched_once(tmp_path, take, generative_file):
-    content = torch.load(generative_file, weights_only=True)
-    content |= {"again": content, "best": content["state_dict"]}
-    torch.save(content, tmp_path / "round.pt")
-    assert take("monai-generative", tmp_path / "round.pt") == 0
-
-
-@pytest.mark.parametrize("broken", ["down_blocks.", "time_emb_proj.weight", "attn.to_q.weight"])
-def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, take, unet_state, capsys):
-    state = {
-        key: value.flatten() if broken in key else value
-        for key, value in unet_state.items()
-        if not key.startswith(broken)
-    }
-    torch.save(state, tmp_path / "unet.pt")
-    assert take("monai", tmp_path / "unet.pt", "--latent-scale", 1) == 2
-    assert "the weights are not those of the network in the config" in capsys.readouterr().err
-
-
-SCRIPT = "scripts/import_checkpoint.py"
+def test_a_unet_with_missing_or_reshaped_weights_is_refused(tmp_path, take, unet_state, capsys):
+    for broken in ("down_blocks.", "time_emb_proj.weight", "attn.to_q.weight"):
+        left = {key: value for key, value in unet_state.items() if not key.startswith(broken)}
+        state = {key: value.flatten() if broken in key else value for key, value in left.items()}
+        torch.save(state, tmp_path / "unet.pt")
+        assert take("monai", tmp_path / "unet.pt", "--latent-scale", 1) == 2
+        assert "the weights are not those of the network in the config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -256,7 +234,7 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     exported, back = tmp_path / f"unet{suffix}", tmp_path / "back"
     arguments = ["--from", "monai", "--weights", exported, "--config", run / "config.yaml", "--out", back]
     assert run_here("scripts/export_checkpoint.py", "--weights", run / "ldm.safetensors", "--out", exported) == 0
-    assert run_here(SCRIPT, *arguments) == 0
+    assert run_here(IMPORT[0], *arguments) == 0
     shutil.copy(run / "autoencoder.safetensors", back)
     (expected, before), (found, after) = (TrainedRun(folder).unet() for folder in (run, back))
     assert expected.mean_map is not None
@@ -269,23 +247,23 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     beside = tmp_path / "unet_sampling.safetensors"
     state, metadata = load_weights(beside)
     save_weights(beside, {"mean_map": state["mean_map"]}, metadata)
-    assert run_here(SCRIPT, *arguments) == 2
+    assert run_here(IMPORT[0], *arguments) == 2
     assert "unet_sampling.safetensors: not what was exported beside unet" in capsys.readouterr().err
 
 
 def test_imported_weights_may_be_replaced_and_trained_ones_may_not(tmp_path, tmp_path_factory, capsys):
     run = shutil.copytree(finished_run(tmp_path_factory), tmp_path / "run")
     trained = run / "autoencoder.safetensors"
-    origin = ["--from", "monai", "--weights", trained, "--config", run / "config.yaml", "--out"]
+    start = (*IMPORT, "monai", "--weights", trained, "--config", run / "config.yaml", "--out")
     for _ in range(2):
-        assert run_here(SCRIPT, *origin, tmp_path / "new") == 0
+        assert run_here(*start, tmp_path / "new") == 0
     before = trained.read_bytes()
-    assert run_here(SCRIPT, *origin, run) == 2
+    assert run_here(*start, run) == 2
     assert "autoencoder.safetensors: was trained here; only imported weights are replaced" in capsys.readouterr().err
     assert trained.read_bytes() == before
     # A run that is not finished has checkpoints only.
     Checkpoints(tmp_path / "new" / "checkpoints", "autoencoder", 2).save(3, {})
-    assert run_here(SCRIPT, *origin, tmp_path / "new") == 2
+    assert run_here(*start, tmp_path / "new") == 2
     assert "was trained here; only imported weights are replaced" in capsys.readouterr().err
 
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 
-from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import GIB
 from scripts import oom_ladder
 from settings import load_settings
@@ -22,22 +20,19 @@ SMALL = [
 ]
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "scripts/oom_ladder.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
-    )
+pytestmark = pytest.mark.usefixtures("shared_workers")
 
 
-def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
+def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path, capsys):
     """Also if the name of the given config might leave the comment that says it."""
     source = tmp_path / os.fsdecode(b"odd\xff\nseed: 12345.yaml")
     source.write_text((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
     report, config = tmp_path / "ladder.json", tmp_path / "new ones" / "fits.yaml"
     # The context takes 0.5 GiB and validation 50 MiB; this leaves room for them, but not for the step as configured.
-    given = ("--config", source, "--budget-gb", 0.565, "--json", report, "--write-config", config, "name=odd")
-    done = run("--quiet", *given, *SMALL)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"next: python train_autoencoder.py --config '{config}'"
+    given = ("--config", source, "--budget-gb", "0.565", "--json", report, "--write-config", config, "name=odd")
+    assert run_here("scripts/oom_ladder.py", "--quiet", *given, *SMALL) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"next: python train_autoencoder.py --config '{config}'"
     assert r"odd\udcff\nseed: 12345.yaml" in config.read_text(encoding="utf-8").splitlines()[0]
     values = json.loads(report.read_text())
     rungs = {rung["name"]: rung for rung in values["rungs"]}
@@ -46,20 +41,21 @@ def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
     assert recommended["fits"]
     assert recommended["same_mathematics"]
     assert recommended["peak_reserved_bytes"] + GIB // 2 <= 0.565 * GIB
-    assert f"Recommended: {values['recommended']}" in done.stdout
+    assert f"Recommended: {values['recommended']}" in said
     written, preset = load_settings(config), load_settings(ROOT / "configs/quickstart.yaml")
     accumulation = preset.autoencoder.training.gradient_accumulation_steps
     assert (written.seed, written.autoencoder.training.samples_per_rank) == (preset.seed, 4 * accumulation)
     assert "same mathematics" in config.read_text()
 
 
-def test_budget_out_of_reach_ends_with_code_3_and_the_smallest():
-    done = run("--quiet", "--config", "configs/quickstart.yaml", "--budget-gb", 0.1, "--order", "guide", *SMALL)
-    assert done.returncode == 3, done.stderr
-    assert "Nothing on the ladder fits 0.10 GiB. The smallest is" in done.stdout
-    assert "0.50 GiB of it for the CUDA context" in done.stdout
-    assert "held by" in done.stdout
-    assert "predicting" not in done.stderr
+def test_budget_out_of_reach_ends_with_code_3_and_the_smallest(capsys):
+    given = ("--config", ROOT / "configs/quickstart.yaml", "--budget-gb", "0.1", "--order", "guide")
+    assert run_here("scripts/oom_ladder.py", "--quiet", *given, *SMALL) == 3
+    said = capsys.readouterr()
+    assert "Nothing on the ladder fits 0.10 GiB. The smallest is" in said.out
+    assert "0.50 GiB of it for the CUDA context" in said.out
+    assert "held by" in said.out
+    assert "predicting" not in said.err
 
 
 @pytest.mark.parametrize(
@@ -93,15 +89,21 @@ def test_wrong_input_is_refused_before_anything_is_predicted(arguments, message,
 )
 def test_promised_budgets_are_reached_with_the_same_mathematics(config, budget_gb, overrides, tmp_path):
     report = tmp_path / "ladder.json"
-    done = run("--config", f"configs/{config}.yaml", "--budget-gb", budget_gb, "--json", report, *overrides)
-    assert done.returncode == 0, done.stdout
+    given = ("--config", ROOT / f"configs/{config}.yaml", "--budget-gb", str(budget_gb), "--json", report)
+    assert run_here("scripts/oom_ladder.py", *given, *overrides) == 0
     values = json.loads(report.read_text())
     recommended = next(rung for rung in values["rungs"] if rung["name"] == values["recommended"])
     assert recommended["same_mathematics"]
 
 
-def test_a_rung_is_measured_in_a_process_of_the_gpu_check():
-    settings = load_settings(ROOT / "configs" / "quickstart.yaml", [*SMALL, "device.type=cpu"])
-    rung = build_rungs(settings, "autoencoder", "lossless-first")[0]
-    with pytest.raises(KeyError, match="reserved"):  # on a CPU the step runs, but no allocator reserves anything
-        oom_ladder._measured(rung, "autoencoder")
+def test_what_a_rung_reserves_is_measured_and_one_that_fails_has_no_figure(monkeypatch):
+    def measured(process, settings, stage, limit, timed):
+        assert (process, stage) == ("a process", "ldm")
+        if settings == "too large":
+            raise RuntimeError("out of memory")
+        return {"first_peak_reserved_bytes": 3, "peak_reserved_bytes": 2}
+
+    monkeypatch.setattr("evaluation.gpu_check.step_process", lambda: "a process")
+    monkeypatch.setattr("evaluation.gpu_check.step_result", measured)
+    rungs = [SimpleNamespace(name=name, settings=name) for name in ("offload", "too large")]
+    assert [oom_ladder._measured(rung, "ldm") for rung in rungs] == [{"offload": 3}, {}]

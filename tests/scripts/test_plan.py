@@ -23,6 +23,9 @@ SMALL = (
 )
 
 
+pytestmark = pytest.mark.usefixtures("shared_workers")
+
+
 @pytest.fixture
 def volumes(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
@@ -50,7 +53,8 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
 
 def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_here("scripts/plan.py", "--data", volumes, "--budget-gb", "0.1", *SMALL) == 3
+    given = ("--data", volumes, "--budget-gb", "0.1", *SMALL, "data.voxel_size=[16,16,16]")
+    assert run_here("scripts/plan.py", *given) == 3
     assert re.search(r"(?m)^error: --budget-gb: nothing fits 0\.1 GiB", capsys.readouterr().err)
 
 

@@ -13,15 +13,13 @@ from tests.finished_run import run_here
 from tests.report_run import make_run
 
 
-def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
+def test_report_is_rebuilt_and_runs_are_compared(tmp_path, capsys):
     first, second = make_run(tmp_path / "runs", "first"), make_run(tmp_path / "runs", "second", seed=3)
-    done = command("scripts/report.py", "--run", first)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == str(first / "report.html")
+    assert run_here("scripts/report.py", "--run", first) == 0
+    assert capsys.readouterr().err.strip() == str(first / "report.html")
     assert (first / "report.html").is_file()
-    done = command("scripts/report.py", "--run", first, "--run", second, "--quiet")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert run_here("scripts/report.py", "--run", first, "--run", second, "--quiet") == 0
+    assert capsys.readouterr().err == ""
     page = (tmp_path / "runs" / "comparison.html").read_text()
     assert "first vs. second" in page
 

@@ -24,10 +24,11 @@ def run(tmp_path_factory):
     return finished_run(tmp_path_factory)
 
 
-def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(command, run, tmp_path, monkeypatch):
-    result = command("scripts/sample.py", "--run", run, "--num", "3", "--batch-size", "2", "--out", "drawn")
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.rstrip().endswith(f"next: python scripts/evaluate.py --run {run}")
+def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ("scripts/sample.py", "--run", run, "--num", "3", "--batch-size", "2", "--out", "drawn")
+    assert run_here(*command) == 0
+    assert capsys.readouterr().err.rstrip().endswith(f"next: python scripts/evaluate.py --run {run}")
     files = sorted((tmp_path / "drawn").glob("*.nii.gz"))
     assert len(files) == 3
     image = nib.load(files[0])
@@ -74,10 +75,8 @@ def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(run, 
     values = yaml.safe_load((run / "config.yaml").read_text())
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
     assert run_here("scripts/sample.py", "--run", bare) == 2
-    assert (
-        "ldm.safetensors: not found, so there is no trained diffusion model; run train_ldm.py"
-        in capsys.readouterr().err
-    )
+    said = "ldm.safetensors: not found, so there is no trained diffusion model; run train_ldm.py"
+    assert said in capsys.readouterr().err
     values["ldm"]["scheduler"]["prediction"] = "v"
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
     (bare / "ldm.safetensors").write_bytes((run / "ldm.safetensors").read_bytes())

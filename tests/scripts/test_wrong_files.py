@@ -97,62 +97,50 @@ def test_wrong_weights_are_refused_by_every_command_that_uses_them(run, stage, h
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    ("how", "sentence"),
-    [
-        ("without metadata", "not weights of a run"),
-        ("wrong shape", "rejects these weights"),
-        ("stage=[]", "not weights of a run"),
-    ],
-)
-def test_wrong_weights_are_not_exported(run, how, sentence, capsys):
-    spoil(run / "autoencoder.safetensors", how)
-    command = ["scripts/export_checkpoint.py", "--weights", run / "autoencoder.safetensors", "--out", "out.pt"]
-    refused(capsys, command, sentence)
+def test_wrong_weights_are_not_exported(run, capsys):
+    weights, reasons = run / "autoencoder.safetensors", ("not weights of a run", "rejects these weights")
+    command = ["scripts/export_checkpoint.py", "--weights", weights, "--out", "out.pt"]
     refused(capsys, [*command[:-1], "out.bin"], "allowed: .safetensors, .pt, .pth")
+    whole = weights.read_bytes()
+    for how in ("without metadata", "wrong shape", "stage=[]"):
+        weights.write_bytes(whole)
+        spoil(weights, how)
+        refused(capsys, command, reasons[how == "wrong shape"])
     assert not Path("out.pt").exists()
 
 
-SCALARS = dict.fromkeys(("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"), torch.zeros(()))
-CONTENTS: dict[str, Any] = {"pickle opcodes": b"\x80\x02.", "a list": [torch.zeros(2)], "scalars": SCALARS}
+IMPORT = ["scripts/import_checkpoint.py", "--from", "monai", "--weights"]
+OUT = ["--config", "runs/tiny/config.yaml", "--out", "imported"]
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-def test_what_is_not_weights_is_not_imported(run, content, capsys):
-    path = Path("foreign.pt")
-    value = CONTENTS[content]
-    path.write_bytes(value) if isinstance(value, bytes) else torch.save(value, path)
-    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", path, "--config", run / "config.yaml"]
-    refused(capsys, [*command, "--out", "imported"], f"{path}: ")
+def test_what_is_not_weights_is_not_imported(run, capsys):
+    scalars = dict.fromkeys(("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"), torch.zeros(()))
+    Path("opcodes.pt").write_bytes(b"\x80\x02.")
+    torch.save([torch.zeros(2)], "list.pt")
+    torch.save(scalars, "scalars.pt")
+    for name in ("opcodes.pt", "list.pt", "scalars.pt"):
+        refused(capsys, [*IMPORT, name, *OUT], f"{name}: ")
     assert not Path("imported").exists()
 
 
-def test_an_impossible_latent_scale_is_refused(run, capsys):
+def test_scales_and_what_lies_beside_imported_weights_are_checked(run, capsys):
     state, _ = load_weights(run / "ldm.safetensors")
     torch.save(state, "unet.pt")
-    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
-    command += ["--config", str(run / "config.yaml")]
     for scale in ("0", "-0.5", "nan", "inf", "much"):
-        refused(capsys, [*command, f"--latent-scale={scale}"], f"'{scale}' is not a finite number above 0")
-    for value in (None, 0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", 1e40):
-        torch.save({"unet": state, "scale_factor": value}, "unet.pt")
-        refused(capsys, [*command], "unet.pt: its scale_factor, by which", "a finite number above 0 is needed")
+        refused(capsys, [*IMPORT, "unet.pt", *OUT, f"--latent-scale={scale}"], f"'{scale}' is not a finite number ab")
+    beside: list[tuple[str, dict[str, Any]]] = [
+        *(
+            ("its scale_factor, by which", {"scale_factor": value})
+            for value in (None, 0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", 1e40)
+        ),
+        ("set ldm.scheduler.num_train_timesteps=7", {"num_train_timesteps": torch.tensor(7)}),
+        ("was trained with 7.0 timesteps", {"num_train_timesteps": 7.0}),
+        ("(it holds numpy.", {"loss": np.float64(0.5)}),
+    ]
+    for said, values in beside:
+        torch.save({"unet_state_dict": state, "scale_factor": 1.0, **values}, "unet.pt")
+        refused(capsys, [*IMPORT, "unet.pt", *OUT], "unet.pt: ", said)
     assert not Path("imported").exists()
-
-
-BESIDE: dict[str, dict[str, Any]] = {
-    "set ldm.scheduler.num_train_timesteps=7": {"num_train_timesteps": torch.tensor(7)},
-    "was trained with 7.0 timesteps": {"num_train_timesteps": 7.0},
-    "(it holds numpy.": {"loss": np.float64(0.5)},
-}
-
-
-@pytest.mark.parametrize("said", BESIDE)
-def test_what_lies_beside_imported_weights_is_checked(run, said, capsys):
-    state, _ = load_weights(run / "ldm.safetensors")
-    torch.save({"unet_state_dict": state, "scale_factor": 1.0, **BESIDE[said]}, "unet.pt")
-    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
-    refused(capsys, [*command, "--config", run / "config.yaml"], "unet.pt: ", said)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_work(run, capsys):
@@ -160,12 +148,11 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_work(run, capsys
     # Neither volumes nor weights are there to be worked on.
     (run / "autoencoder.safetensors").unlink()
     (run / "ldm.safetensors").unlink()
-    imported = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "gone", "--config", "gone"]
-    for command in (COMMANDS["sample"][:-2], COMMANDS["reconstruct"][:-2], imported):
+    for command in (COMMANDS["sample"][:-2], COMMANDS["reconstruct"][:-2], [*IMPORT, "gone", "--config", "gone"]):
         refused(capsys, [*command, "--out", "file/deep"], "--out: file/deep cannot be written")
 
 
-def test_volumes_that_differ_in_their_suffix_only_get_files_of_their_own(run, capsys):
+def test_volumes_that_differ_in_their_suffix_only_get_files_of_their_own_and_no_input_is_overwritten(run, capsys):
     voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
     for name in ("a.nii", "a.nii.gz", "b.nii", "sub/b.nii", "a.npy.nii"):
         write_nifti(Path("in") / name, voxels, np.eye(4))
@@ -180,14 +167,9 @@ def test_volumes_that_differ_in_their_suffix_only_get_files_of_their_own(run, ca
         "b_reconstruction.nii.gz",
         "sub/b_reconstruction.nii.gz",
     ]
-
-
-def test_a_reconstruction_does_not_overwrite_a_volume_that_is_read(run, capsys):
-    voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
-    for name in ("a.nii", "a_reconstruction.nii.gz"):
-        write_nifti(Path("in") / name, voxels, np.eye(4))
-    command = [*COMMANDS["reconstruct"][:-1], "in"]
-    refused(capsys, command, "--out: in/a_reconstruction.nii.gz is one of the input volumes")
+    write_nifti(Path("in/sub/b_reconstruction.nii.gz"), voxels, np.eye(4))
+    said = "--out: in/sub/b_reconstruction.nii.gz is one of the input volumes"
+    refused(capsys, [*COMMANDS["reconstruct"][:-1], "in"], said)
 
 
 def test_samples_of_other_options_do_not_overwrite_each_other(run):
@@ -231,17 +213,13 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (os.mkfifo, "not a regular file"),
-        (os.mkdir, "a folder, not a file"),
-        (lambda path: None, "no such file"),
-    ],
+    [(os.mkfifo, "not a regular file"), (os.mkdir, "a folder, not a file"), (lambda path: None, "no such file")],
 )
 def test_weights_that_are_not_a_regular_file_are_refused(tmp_path, capsys, monkeypatch, tiny_config, make, words):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "w.safetensors")
-    weights = ["--weights", "w.safetensors", "--config", tiny_config, "--out", "out"]
-    refused(capsys, ["scripts/import_checkpoint.py", "--from", "monai", *weights], f"w.safetensors: {words}; give a")
+    command = [*IMPORT, "w.safetensors", "--config", tiny_config, "--out", "out"]
+    refused(capsys, command, f"w.safetensors: {words}; give a")
     # The volumes are not there either, but are looked for later.
     chosen = ["data.source=nowhere", "autoencoder.pretrained=w.safetensors"]
     refused(capsys, ["train_autoencoder.py", "--config", tiny_config, *chosen], "w.safetensors: ", words)

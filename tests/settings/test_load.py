@@ -84,6 +84,23 @@ def test_scientific_notation_is_a_number_and_no_is_text(tmp_path):
 
 CONDITIONING = "ldm: {{conditioning: {{{}}}}}"
 TARGET = "source: target, encoding: resample"
+CONDITIONS = {
+    "type: class": "0 with type class; allowed: 2 or more",
+    "label_map: {source: maps}": "num_classes: not set, and source is; allowed: both or",
+    "label_map: {num_classes: 3}": "label_map.source: not set, and num_classes is",
+    "label_map: {source: maps, num_classes: 1}": "found 1; allowed: 0 or at least 2",
+    "volume: {encoding: resample}": "volume.source: not set, and encoding is",
+    "volume: {source: ct, encoding: autoencoder, num_channels: 2}": "2, and autoencoder.in_channels is 1",
+    "volume: {degrade: {hole: [4, 4, 4]}}": "degrade: downsample [1, 1, 1] and hole [4, 4",
+    f"volume: {{{TARGET}}}": "degrade: downsample [1, 1, 1] and hole null with source",
+    f"volume: {{{TARGET}, degrade: {{downsample: [1, 3, 1]}}}}": "[1, 3, 1] does not divide data.voxel_size",
+    f"volume: {{{TARGET}, degrade: {{hole: [4, 64, 4]}}}}": "[4, 64, 4] is not smaller than data.voxel_size [64",
+    "tabular: {continuous: [age]}": "tabular.table: not set, and continuous is",
+    "tabular: {table: t.csv, continuous: [age, AGE]}": "continuous: column age named twice",
+    "scan: {modality: 128}": "scan.modality: found 128; allowed: below 128",
+    "scan: {regions: [chest, leg]}": "scan.regions: found [chest, leg]",
+    "type: class, num_classes: 2, scan: {modality: 8}": "scan.modality: 8 with type class",
+}
 
 
 @pytest.mark.parametrize(
@@ -149,30 +166,7 @@ TARGET = "source: target, encoding: resample"
         ("autoencoder: {strides: 4}", "allowed: 2 or a list"),
         ("autoencoder: {strides: [[2, 2, 1], [2, 2, 2]], implementation: monai}", "does not support it"),
         # Conditions
-        ("ldm: {conditioning: {type: class}}", "0 with type class; allowed: 2 or more"),
-        (CONDITIONING.format("label_map: {source: maps}"), "num_classes: not set, and source is; allowed: both or"),
-        (CONDITIONING.format("label_map: {num_classes: 3}"), "label_map.source: not set, and num_classes is"),
-        (CONDITIONING.format("label_map: {source: maps, num_classes: 1}"), "found 1; allowed: 0 or at least 2"),
-        (CONDITIONING.format("volume: {encoding: resample}"), "volume.source: not set, and encoding is"),
-        (
-            CONDITIONING.format("volume: {source: ct, encoding: autoencoder, num_channels: 2}"),
-            "volume.num_channels: 2, and autoencoder.in_channels is 1",
-        ),
-        (CONDITIONING.format("volume: {degrade: {hole: [4, 4, 4]}}"), "degrade: downsample [1, 1, 1] and hole [4, 4"),
-        (CONDITIONING.format(f"volume: {{{TARGET}}}"), "degrade: downsample [1, 1, 1] and hole null with source"),
-        (
-            CONDITIONING.format(f"volume: {{{TARGET}, degrade: {{downsample: [1, 3, 1]}}}}"),
-            "volume.degrade.downsample: [1, 3, 1] does not divide data.voxel_size",
-        ),
-        (
-            CONDITIONING.format(f"volume: {{{TARGET}, degrade: {{hole: [4, 64, 4]}}}}"),
-            "volume.degrade.hole: [4, 64, 4] is not smaller than data.voxel_size [64, 64, 64]",
-        ),
-        (CONDITIONING.format("tabular: {continuous: [age]}"), "tabular.table: not set, and continuous is"),
-        (CONDITIONING.format("tabular: {table: t.csv, continuous: [age, AGE]}"), "continuous: column age named twice"),
-        (CONDITIONING.format("scan: {modality: 128}"), "scan.modality: found 128; allowed: below 128"),
-        (CONDITIONING.format("scan: {regions: [chest, leg]}"), "scan.regions: found [chest, leg]"),
-        (CONDITIONING.format("type: class, num_classes: 2, scan: {modality: 8}"), "scan.modality: 8 with type class"),
+        *((CONDITIONING.format(keys), said) for keys, said in CONDITIONS.items()),
         *(
             (
                 f"ldm: {{sampling: {{guidance_scale: 2}}, conditioning: {{dropout: 0, {kind}}}}}",

@@ -1,1 +1,1 @@
-"""What several development commands share: campaigns, commands that start fast, tiny configs and data sets."""
+"""What tests of several rooms share: a tiny config, and commands that start fast."""

@@ -65,6 +65,6 @@ def make_batches(step: AutoencoderStep, batch_size: int, total: int = 4) -> list
     generator = torch.Generator().manual_seed(3)
     images = torch.rand((total, 1, *step.settings.training_grid), generator=generator) * 2 - 1
     return [
-        Batch(images[i : i + batch_size], tuple(range(i, i + batch_size)), None, ("a.nii",) * batch_size)
+        Batch(images[i : i + batch_size], tuple(range(i, i + batch_size)), ("a.nii",) * batch_size)
         for i in range(0, total, batch_size)
     ]

@@ -29,18 +29,15 @@ def newest(found: Checkpoints) -> Path:
 
 
 def test_the_newest_are_kept_and_read_back_and_other_files_left_alone(tmp_path):
-    assert Checkpoints(tmp_path / "missing", "autoencoder", 2).newest() is None
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "autoencoder_step_00000009.pt").write_text("not one of ours")
-    assert Checkpoints(tmp_path / "other", "autoencoder", 2).newest() is None
-    tmp_path = tmp_path / "checkpoints"
+    assert (saved(tmp_path / "missing").newest(), saved(tmp_path / "missing").newest_step()) == (None, 0)
+    other = tmp_path / "autoencoder_step_00000009.pt"
+    other.write_text("not one of ours")
+    assert saved(tmp_path).newest() is None
     found = saved(tmp_path, 1, 2, 3)
-    assert [path.name[:25] for path in sorted(tmp_path.iterdir())] == [
-        "autoencoder_step_00000002",
-        "autoencoder_step_00000003",
-    ]
+    other.unlink()
+    assert sorted(path.name[16:25] for path in tmp_path.iterdir()) == ["_00000002", "_00000003"]
     state = found.read(newest(found))
-    assert (state["step"], state["stage"]) == (3, "autoencoder")
+    assert (state["step"], state["stage"], found.newest_step()) == (3, "autoencoder", 3)
     torch.testing.assert_close(state["weight"], torch.full((4,), 3.0))
 
 

@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memory.kernels.operators import is_kernel
 from models import build_autoencoder
 from runtime.precision import Precision
 from settings import AutoencoderSettings, DeviceSettings, TrainingSettings
+from training import muon
 from training.muon import Muon, orthogonal
 from training.optimization import Updater
 
@@ -27,9 +30,11 @@ def test_orthogonal_matrices_keep_their_singular_vectors_and_lose_their_values(s
     assert 0.65 < values.min() < values.max() < 1.25, "where the five rounds of the polynomial take them"
 
 
-def test_updates_are_orthogonal_momentum_in_steps_of_adams_size():
+@pytest.mark.parametrize("stacked", [muon.STACKED_VALUES, 2 * 2160])
+def test_updates_are_orthogonal_momentum_in_steps_of_adams_size(stacked, monkeypatch):
+    monkeypatch.setattr(muon, "STACKED_VALUES", stacked)
     torch.manual_seed(0)
-    kernels = [nn.Parameter(torch.randn(8, 10, 3, 3, 3)), nn.Parameter(torch.randn(8, 10, 3, 3, 3))]
+    kernels = [nn.Parameter(torch.randn(8, 10, 3, 3, 3)) for _ in range(3)]
     expected = [kernel.detach().clone() for kernel in kernels]
     momenta = [torch.zeros_like(kernel) for kernel in expected]
     optimizer = Muon(kernels, lr=0.01)
@@ -59,15 +64,40 @@ def test_a_blocked_update_leaves_kernels_and_momentum_alone():
     assert torch.equal(optimizer.state[kernel]["momentum"], momentum)
 
 
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU would start a kernel for."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += is_kernel(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_of_one_shape_take_as_many_launches_as_one():
+    found = []
+    for number in (1, 5):
+        values = [torch.randn(8, 10, 3, 3, 3).contiguous(memory_format=torch.channels_last_3d) for _ in range(number)]
+        optimizer = Muon([nn.Parameter(value) for value in values], lr=0.1)
+        optimizer.found_inf = torch.zeros(())
+        for kernel in optimizer.param_groups[0]["params"]:
+            kernel.grad = torch.ones_like(kernel)
+        optimizer.step()  # makes the momenta
+        with Launches() as seen:
+            optimizer.step()
+        found.append(seen.number)
+    assert found[0] == found[1] > 0
+
+
 def test_kernels_between_layers_of_many_channels_are_muons_and_the_rest_is_adams():
     settings = AutoencoderSettings(num_channels=(8, 16), num_res_blocks=1, attention_levels=(False, True))
     network = build_autoencoder(settings)
     precision = Precision(DeviceSettings(mixed_precision=False), torch.device("cpu"))
     updater = Updater("autoencoder", network, 0.1, TrainingSettings(), precision, uses_muon=True)
-    adam, muon = ([p for group in o.param_groups for p in group["params"]] for o in updater.optimizers)
-    assert {id(p) for p in adam} | {id(p) for p in muon} == {id(p) for p in network.parameters()}
-    assert len(adam) + len(muon) == len(list(network.parameters()))
-    names = {name for name, p in network.named_parameters() if any(p is kernel for kernel in muon)}
+    others, kernels = ([p for group in o.param_groups for p in group["params"]] for o in updater.optimizers)
+    assert {id(p) for p in others} | {id(p) for p in kernels} == {id(p) for p in network.parameters()}
+    assert len(others) + len(kernels) == len(list(network.parameters()))
+    names = {name for name, p in network.named_parameters() if any(p is kernel for kernel in kernels)}
     assert {"encoder.blocks.1.conv1.conv.weight", "decoder.blocks.1.conv2.conv.weight"} <= names
     assert all(name.endswith("conv.weight") for name in names)
     # The ends of both halves have 1 and 3 channels, and shortcuts and the latent's convolutions have one tap.

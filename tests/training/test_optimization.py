@@ -77,12 +77,7 @@ def test_an_automatic_warm_up_takes_at_most_a_twentieth_of_the_time():
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.5])
 def test_updates_are_clipped_adam_at_the_schedules_rate(max_grad_norm):
-    settings = TrainingSettings(
-        max_steps=12,
-        warmup_steps=3,
-        learning_rate_decay="cosine",
-        max_grad_norm=max_grad_norm,
-    )
+    settings = TrainingSettings(max_steps=12, warmup_steps=3, learning_rate_decay="cosine", max_grad_norm=max_grad_norm)
     ours, by_hand = small_network(), small_network()
     precision = Precision(DeviceSettings(type="cpu", mixed_precision=False), CPU)
     updater = Updater("network", ours, 1e-2, settings, precision)

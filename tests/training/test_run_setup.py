@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,30 +21,35 @@ from training.recording import drop_later_lines
 from training.run_setup import check_run, open_run, summarise, warn_of_stage_two
 
 CPU = Process(torch.device("cpu"))
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path, monkeypatch):
+HOLD = """
+import time
+import torch
+from pathlib import Path
+from runtime.processes import Process
+from settings import Settings
+from training.run_setup import open_run
+
+with open_run(Settings(name="shared"), Process(torch.device("cpu"))):
+    Path("held").touch()
+    time.sleep(60)
+"""
+
+
+def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(warm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = Settings(name="shared")
-    code = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
-        "from settings import Settings\nfrom runtime.processes import Process\n"
-        "from training.run_setup import open_run\n"
-        "with open_run(Settings(name='shared'), Process(torch.device('cpu'))):\n"
-        "    print('held', flush=True); time.sleep(60)"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline().strip() == "held"
+    Path("hold.py").write_text(HOLD)
+    holder = warm(tmp_path, str(tmp_path / "hold.py"), output=tmp_path / "output")
+    while not Path("held").exists():
+        assert holder.exit_code is None, holder.output
     with pytest.raises(UserError, match=rf"runs/shared: in use by another process \(pid {holder.pid} "):
         open_run(settings, CPU).__enter__()
     with pytest.raises(UserError, match="in use by another process"):
         check_run(settings, is_dry_run=False)
     check_run(settings, is_dry_run=True)  # which writes nothing
-    holder.kill()
-    holder.wait()
-    time.sleep(0.1)
+    holder.end()
     with open_run(settings, CPU) as folder:
         assert folder.path.is_dir()
 
@@ -151,6 +153,7 @@ def test_a_rate_of_auto_is_that_of_fine_tuning_for_pretrained_weights_only_and_t
 
 
 TARGET = {"encoding": "resample", "source": "target"}
+CONDITION = " --condition FILE_OR_FOLDER"
 
 
 @pytest.mark.parametrize(
@@ -158,11 +161,8 @@ TARGET = {"encoding": "resample", "source": "target"}
     [
         ({}, ""),
         ({"label_map": {"source": "maps", "num_classes": 3}}, " --labels FILE_OR_FOLDER"),
-        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, " --condition FILE_OR_FOLDER"),
-        (
-            {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},
-            " --condition FILE_OR_FOLDER --mask FILE_OR_FOLDER",
-        ),
+        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, CONDITION),
+        ({"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}}, f"{CONDITION} --mask FILE_OR_FOLDER"),
     ],
 )
 def test_the_next_command_names_the_conditions_of_the_run(tiny_values, conditioning, expected):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import signal
-import subprocess
-import sys
-import termios
 
-from tests.conftest import ROOT
+import pytest
 
 WAIT = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from training.loop import StopSignal
 
+how = sys.argv[1]
+# As nohup has it, or not, because the tests may run under nohup themselves.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
+if how.startswith("/dev/"):
+    os.setsid()
+    terminal = os.open(how, os.O_RDWR)  # which becomes the session's
+    for descriptor in range(3):
+        os.dup2(terminal, descriptor)
 with StopSignal() as stop:
     Path("ready").touch()
     while not stop and not Path("enough").exists():
@@ -24,48 +28,45 @@ with StopSignal() as stop:
     print("as a progress bar writes", file=sys.stderr, flush=True)
     print("as a command prints", flush=True)
     Path("saved").write_text(str(stop.received))
-    if len(sys.argv) > 1:
-        os.kill(os.getpid(), 2)
+    if how == "twice":
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 """
 
 
-def started(folder, *arguments: str, **options) -> subprocess.Popen:
-    (folder / "wait.py").write_text(WAIT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*arguments[:1], sys.executable, "wait.py", *arguments[1:]], cwd=folder, env=environment, **options
-    )
-    while not (folder / "ready").exists():
-        assert process.poll() is None
-    return process
+@pytest.fixture
+def start(warm, tmp_path):
+    """Start a process that waits for a signal and then saves which it was."""
+    (tmp_path / "wait.py").write_text(WAIT)
+
+    def started(how):
+        process = warm(tmp_path, str(tmp_path / "wait.py"), how, output=tmp_path / "output")
+        while not (tmp_path / "ready").exists():
+            assert process.exit_code is None, process.output
+        return process
+
+    return started
 
 
-def own_terminal() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def test_a_closed_terminal_asks_for_a_checkpoint_and_its_missing_output_does_no_harm(tmp_path):
+def test_a_closed_terminal_asks_for_a_checkpoint_and_its_missing_output_does_no_harm(start, tmp_path):
     ours, theirs = pty.openpty()
-    options = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = started(tmp_path, **options, start_new_session=True, preexec_fn=own_terminal)
+    process = start(os.ttyname(theirs))
     os.close(theirs)
     os.close(ours)
     assert process.wait(30) == 0
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
-def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path):
-    process = started(tmp_path, "nohup", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    process.send_signal(signal.SIGHUP)
+def test_under_nohup_a_closed_terminal_changes_nothing(start, tmp_path):
+    process = start("nohup")
+    process.send(signal.SIGHUP)
     (tmp_path / "enough").touch()
     assert process.wait(30) == 0
     assert (tmp_path / "saved").read_text() == "None"
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
-    process = started(tmp_path, "env", "twice", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    process.send_signal(signal.SIGINT)
+def test_a_second_ctrl_c_ends_the_process_at_once(start, tmp_path):
+    process = start("twice")
+    process.send(signal.SIGINT)
     assert process.wait(20) == -signal.SIGINT
     assert (tmp_path / "saved").read_text() == "SIGINT"

@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.loading import to_unit
 from runtime.files import RunFolder, printable, replacing
 
 PLANE_NAMES = ("sagittal", "coronal", "axial")
@@ -74,7 +75,7 @@ def picture_of(rows: Sequence[Row]) -> Tensor:
 
 def reconstruction_rows(name: str, image: Tensor, reconstruction: Tensor, spacing_mm: Sequence[float]) -> list[Row]:
     """Return rows for input, reconstruction and error; volumes are (C, D, H, W) in [-1, 1]."""
-    source, result = ((volume[0].float() / 2 + 0.5).clamp(0, 1) for volume in (image, reconstruction))
+    source, result = (to_unit(volume[0].float()) for volume in (image, reconstruction))
     error = ((result - source).abs() * 2).clamp(0, 1)
     labels = (f"{name}, input", "reconstruction", "absolute error, twice as bright")
     return [Row.of(label, volume, spacing_mm) for label, volume in zip(labels, (source, result, error), strict=True)]
@@ -141,7 +142,7 @@ class ViewerVolume:
 
         `place` counts the volumes of one kind; only the first is kept in its full size.
         """
-        channel = (volume[0].detach().float() / 2 + 0.5).clamp(0, 1)
+        channel = to_unit(volume[0].detach().float())
         size = shown_grid(tuple(channel.shape), MAX_VOXELS_OF_OTHERS if place else MAX_VOXELS)
         shown = F.interpolate(channel[None, None], size=size, mode="area")[0, 0]
         voxels = (shown * 255).round().to(torch.uint8).cpu().numpy()

@@ -33,11 +33,11 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, silu: bool, *options: Any) -> Tensor:
-        groups, eps, dtype, layout = options
-        y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]) -> Tensor:
+        # One tuple: the host takes longer for each argument more.
+        y, mean, rstd = operators.group_norm(x, weight, bias, *options)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.silu = silu
+        _, _, ctx.silu, *_ = options
         return y
 
     @staticmethod
@@ -48,7 +48,7 @@ class _GroupNorm(torch.autograd.Function):
         grad_x, *grad_affine = operators.group_norm_backward(grad, x, norm)
         if weight.dtype != mean.dtype:
             grad_affine = [part.to(weight.dtype) for part in grad_affine]
-        return grad_x, *grad_affine, None, None, None, None, None
+        return grad_x, *grad_affine, None
 
 
 def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False, layout: torch.memory_format | None = None) -> Tensor:
@@ -56,7 +56,8 @@ def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False, layout: torch.
 
     The result has the layout of `x` if `layout` is None.
     """
-    return _GroupNorm.apply(x, norm.weight, norm.bias, silu, norm.num_groups, norm.eps, compute_dtype(x), layout)
+    options = norm.num_groups, norm.eps, silu, compute_dtype(x), layout
+    return _GroupNorm.apply(x, norm.weight, norm.bias, options)
 
 
 class InstanceNorm(nn.Module):
@@ -76,4 +77,4 @@ class InstanceNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised volume in the dtype of `x`."""
-        return _GroupNorm.apply(x, self.weight, self.bias, False, self.channels, self.eps, x.dtype, None)
+        return _GroupNorm.apply(x, self.weight, self.bias, (self.channels, self.eps, False, x.dtype, None))

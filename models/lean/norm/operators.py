@@ -45,16 +45,19 @@ def group_norm(
 
     The result has the layout of `x` if `layout` is None.
     """
-    if _runs_directly(x):
-        return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+    direct = _direct_backend(x)
+    if direct is not None:
+        out = torch.empty_like(x, dtype=dtype, memory_format=layout or layout_of(x))
+        return out, *direct.group_norm(out, x, weight, bias, groups, eps, silu)
     with torch.autocast(x.device.type, enabled=False):
         return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
 
 
 def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, weight and bias, the last two in full precision. Four reads, one write."""
-    if _runs_directly(x):
-        return _group_norm_backward(grad, x, *norm)
+    direct = _direct_backend(x)
+    if direct is not None:
+        return _triton_backward(direct, grad, x, norm)
     with torch.autocast(x.device.type, enabled=False):
         return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
 
@@ -137,12 +140,23 @@ def _reason_against_triton(device: torch.device) -> str:
     return f"Triton cannot compile for it ({failure})" if failure else ""
 
 
-def _runs_directly(x: Tensor) -> bool:
-    """Return whether the norm of a whole `x` may skip torch's dispatcher, which takes the host as long as a launch.
+def _direct_backend(x: Tensor) -> Any:
+    """Return what launches the kernels for a whole `x` without torch's dispatcher, or None if the operator must run.
 
-    Dispatch modes and fake tensors need the operator. The Triton kernels take no notice of autocast.
+    The dispatcher takes the host as long as a launch. Dispatch modes and fake tensors need the operator. The Triton
+    kernels take no notice of autocast.
     """
-    return x.is_cuda and type(x) is Tensor and _backend(x) is not torch_kernels and not native.in_dispatch_mode()
+    if not x.is_cuda or type(x) is not Tensor or native.in_dispatch_mode():
+        return None
+    backend = _backend(x)
+    return None if backend is torch_kernels else backend
+
+
+def _triton_backward(backend: Any, grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x = torch.empty_like(x, memory_format=layout_of(x))
+    sums = backend.group_norm_backward(grad_x, grad, x, norm)
+    grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
+    return grad_x, grad_weight, grad_bias
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
@@ -264,7 +278,7 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[
         return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype, layout or torch.contiguous_format)
     out = _empty_rows(x, dtype, 0, layout)
     if backend is not torch_kernels:
-        return out, *backend.group_norm(out, x, weight, bias, groups, eps, silu)[:2]
+        return out, *backend.group_norm(out, x, weight, bias, groups, eps, silu)
     mean, rstd = backend.statistics(x, groups, eps)
     backend.normalise(out, x, Norm(mean, rstd, weight, bias, silu), 0)
     return out, mean, rstd
@@ -283,11 +297,9 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
     backend = _backend(x)
     if backend is torch_kernels and _uses_fused_kernel(x, norm.groups):
         return torch_kernels.group_norm_backward(grad, x, norm)
-    grad_x = _empty_rows(x, x.dtype, 0)
     if backend is not torch_kernels:
-        sums = backend.group_norm_backward(grad_x, grad, x, norm)
-        grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
-        return grad_x, grad_weight, grad_bias
+        return _triton_backward(backend, grad, x, norm)
+    grad_x = _empty_rows(x, x.dtype, 0)
     # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
     is_before_silu = stores_before_silu(grad_x)
     sums = norm.mean.new_empty((2, *x.shape[:2]))

@@ -12,6 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
+from triton.runtime import driver  # type: ignore[import-untyped]
 
 from models.lean.norm.torch_kernels import Norm
 from models.lean.norm.triton_kernels import (
@@ -48,12 +49,12 @@ class _Launch:
     """A kernel and its numbers, for tensors of the same dtypes on the same device.
 
     What Triton compiled is launched directly the next time, and with addresses in place of tensors, because its own way
-    of finding it takes the host five times as long. The alignment of addresses is all that is left to specialise on.
+    of finding it takes the host ten times as long. The alignment of addresses is all that is left to specialise on.
     """
 
     def __init__(self, kernel: Any, programs: int, *numbers: float, **options: int) -> None:
         self._kernel, self._programs, self._numbers, self._options = kernel, programs, numbers, options
-        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._compiled: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].device
@@ -62,13 +63,17 @@ class _Launch:
                 return self(*tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         kind = tuple([address % 16 for address in addresses])
-        launch = self._compiled.get(kind)
-        if launch is not None:
-            return launch(*addresses, *self._numbers)
+        found = self._compiled.get(kind)
+        if found is not None:
+            run, stream_of, *known = found
+            # As Triton calls it (checked with 3.7.1), but for hooks of its profiler: none.
+            run(self._programs, 1, 1, stream_of(device.index), *known, None, None, None, *addresses, *self._numbers)
+            return None
         compiled = self._kernel[(self._programs,)](*tensors, *self._numbers, **self._options)
         # The interpreter compiles nothing.
         if compiled is not None:
-            self._compiled[kind] = compiled[(self._programs, 1, 1)]
+            stream_of = driver.active.get_current_stream
+            self._compiled[kind] = compiled.run, stream_of, compiled.function, compiled.packed_metadata
         return None
 
 
@@ -219,73 +224,100 @@ def is_small(shape: torch.Size, groups: int) -> bool:
     return shape.numel() <= SMALL_VALUES and shape[1] // groups <= TILE_VALUES
 
 
-def group_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool) -> Norm:
-    """Write a whole `x`, after norm and optional SiLU, into `out`; return the norm with its statistics."""
-    x = _readable(x)
+def group_norm(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Write a whole `x`, after norm and optional SiLU, into `out`; return the statistics."""
     kinds = x.device, x.dtype, out.dtype, weight.dtype
-    small, parts, normalise = _group_norm_launches(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
-    mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    launches = _group_norm_launches(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
+    if launches is None:
+        return group_norm(out, x.contiguous(), weight, bias, groups, eps, silu)
+    mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=kinds[0])
     rstd = torch.empty_like(mean)
-    if small is not None:
-        small(x, out, mean, rstd, *_dense(weight, bias))
-    else:
-        parts(x, x, mean, rstd)
-        normalise(x, out, mean, rstd, *_dense(weight, bias))
-    return Norm(mean, rstd, weight, bias, silu)
+    launches(x, out, mean, rstd, *_dense(weight, bias))
+    return mean, rstd
+
+
+class _LargeNorm(NamedTuple):
+    """The kernels that find the statistics of a large volume, and the one that uses them."""
+
+    statistics: _Statistics
+    normalise: _Launch
+
+    def __call__(self, x: Tensor, out: Tensor, mean: Tensor, rstd: Tensor, *affine: Tensor) -> None:
+        self.statistics(x, x, mean, rstd)
+        self.normalise(x, out, mean, rstd, *affine)
 
 
 @_cached
 def _group_norm_launches(
     shape: torch.Size, stride: Stride, stride_out: Stride, groups: int, eps: float, silu: bool, kinds: Any
-) -> tuple[_Launch | None, Any, Any]:
-    """Return the kernel that does it all, or None if the volume needs those of statistics and of their use."""
+) -> _Launch | _LargeNorm | None:
+    """Return the kernel that does it all, or those for a large volume; None if the voxels are not evenly spaced."""
+    if strides(shape, stride) is None:
+        return None
     if not is_small(shape, groups):
-        statistics = _statistics_launches(shape, stride, None, groups, eps, kinds[:2])
-        return None, statistics, _normalise_launch((shape,) * 2, (stride, stride_out), 0, groups, silu, kinds)
+        return _LargeNorm(
+            _statistics_launches(shape, stride, None, groups, eps, kinds[:2]),
+            _normalise_launch((shape,) * 2, (stride, stride_out), 0, groups, silu, kinds),
+        )
     (batch, channels), voxels = shape[:2], shape[2:].numel()
-    launch = _Launch(
+    return _Launch(
         group_norm_kernel, batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
         *_volume(shape, stride_out), silu, *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return launch, None, None
 
 
 def group_norm_backward(out: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Write the gradient of a whole `x` into `out`; return the sums of `norm_sums`."""
-    x, grad = _readable(x), _readable(grad)
     mean, rstd, weight, bias, silu = norm
     kinds = x.device, x.dtype, grad.dtype, out.dtype, weight.dtype
-    launches = _group_norm_backward_launches(
-        x.shape, x.stride(), grad.stride(), out.stride(), mean.shape[1], silu, kinds
-    )
-    dense = _dense(mean, rstd, weight, bias)
-    sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    if isinstance(launches, _Launch):
-        launches(grad, x, out, sums, *dense)
-        return sums
-    num_chunks, summing, combine, writing = launches
-    parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
-    summing(grad, x, grad, parts, *dense)
-    if num_chunks > MOST_PARTS:
-        parts = parts.sum(3)
-    means = torch.empty((2, *mean.shape), dtype=torch.float32, device=x.device)
-    combine(parts, sums, means, dense[2])
-    writing(grad, x, grad, out, *dense, means)
+    strides = grad.stride(), x.stride(), out.stride()
+    launches = _group_norm_backward_launches(x.shape, strides, mean.shape[1], silu, kinds)
+    if launches is None:
+        return group_norm_backward(out, _readable(grad), _readable(x), norm)
+    sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=kinds[0])
+    launches(grad, x, out, sums, *_dense(mean, rstd, weight, bias))
     return sums
+
+
+class _LargeNormBackward(NamedTuple):
+    """The kernels that sum the gradient of a large volume in parts, that combine these, and that write it."""
+
+    num_chunks: int
+    summing: _Launch
+    combine: _Launch
+    writing: _Launch
+
+    def __call__(self, grad: Tensor, x: Tensor, out: Tensor, sums: Tensor, *dense: Tensor) -> None:
+        parts = torch.empty((*sums.shape, self.num_chunks), dtype=torch.float32, device=x.device)
+        self.summing(grad, x, grad, parts, *dense)
+        if self.num_chunks > MOST_PARTS:
+            parts = parts.sum(3)
+        mean, _, weight, _ = dense
+        means = torch.empty((2, *mean.shape), dtype=torch.float32, device=x.device)
+        self.combine(parts, sums, means, weight)
+        self.writing(grad, x, grad, out, *dense, means)
 
 
 @_cached
 def _group_norm_backward_launches(
-    shape: torch.Size, stride: Stride, stride_grad: Stride, stride_out: Stride, groups: int, silu: bool, kinds: Any
-) -> Any:
-    """Return the kernel that does it all, or, for a larger volume, the number of parts and three kernels."""
+    shape: torch.Size, strides_of: tuple[Stride, ...], groups: int, silu: bool, kinds: Any
+) -> _Launch | _LargeNormBackward | None:
+    """Return the kernel that does it all, or those for a large volume; None if the voxels are not evenly spaced.
+
+    The strides are those of the gradient, of x and of `out`.
+    """
+    if any(strides(shape, stride) is None for stride in strides_of[:2]):
+        return None
     (batch, channels), voxels = shape[:2], shape[2:].numel()
     if is_small(shape, groups):
         return _Launch(
             group_norm_backward_kernel, batch * groups, channels, groups, voxels, batch * channels,
-            *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
-            *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
+            *chain(*[_volume(shape, stride) for stride in strides_of]), silu, *_blocks(channels // groups, voxels),
+            num_warps=NUM_WARPS,
         )  # fmt: skip
+    stride_grad, stride, stride_out = strides_of
     num_chunks, summing = _sums_launch(shape, (stride_grad, stride), None, groups, silu, False, kinds)
     num_parts = 1 if num_chunks > MOST_PARTS else num_chunks
     block = min(triton.next_power_of_2(num_parts), COMBINE_BLOCK)
@@ -293,7 +325,7 @@ def _group_norm_backward_launches(
         group_means_kernel, batch * groups, channels, groups, voxels, num_parts, batch * channels, block
     )  # fmt: skip
     writing = _input_grad_launch(shape, (stride_grad, stride, stride_grad, stride_out), groups, silu, False, kinds)
-    return num_chunks, summing, combine, writing
+    return _LargeNormBackward(num_chunks, summing, combine, writing)
 
 
 def _blocks(size: int, voxels: int) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from memory.kernels.gpus import (
     seconds_of,
     seconds_range_text,
 )
-from memory.predict.prediction import ENCODED_VOLUME, PREVIEWS, VALIDATED_VOLUME, Predictor
+from memory.predict.prediction import ENCODED_VOLUME, PREVIEWS, VALIDATED_VOLUME
+from memory.predict.step import predict_step
 from memory.predict.text import describe_time, dominant_text
 from settings import ConfigError, load_settings
 from tests.memory.ladder.test_walk import BLANK
@@ -88,8 +89,7 @@ def test_copies_over_pcie_take_the_bandwidth_of_the_bus_beside_the_computation()
 def test_small_steps_of_stage_2_take_what_the_host_needs_to_start_their_kernels(config, host_seconds):
     """Measured with torch's CUDA build and a stand-in for the GPU whose kernels do nothing; medians of six runs."""
     settings = load_settings(f"{ROOT}/configs/{config}.yaml", ["ldm.training.optimizer=adam"], stage="ldm")
-    with Predictor() as predictor:
-        prediction = predictor.submit(settings, "ldm").result()
+    prediction = predict_step(settings, "ldm", whole_run=False)
     assert 1 / 1.5 < prediction.seconds_per_step(check_gpu(DEFAULT)) / host_seconds < 1.5
 
 

@@ -6,31 +6,36 @@ from typing import Any
 
 import pytest
 
-from memory.ladder.rungs import build_rungs
+from memory.ladder.rungs import Order, build_rungs
 from memory.predict.prediction import Stage
 from settings import load_settings
 from tests.memory.ladder.test_walk import TRAINING, heavy
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 NETWORKS = [None, "lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
+ORDERS: tuple[Order, Order] = ("lossless-first", "guide")
+STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
 
 
-def with_network(settings, network):
-    perceptual = {f"{TRAINING}.perceptual.network": network} if network else {}
-    return settings.with_overrides({f"{TRAINING}.use_perceptual_loss": network is not None, **perceptual})
-
-
-@pytest.mark.parametrize("order", ["lossless-first", "guide"])
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_every_rung_of_every_preset_changes_the_step(preset, stage, order):
-    for network in NETWORKS:
-        rungs = build_rungs(with_network(load_settings(preset), network), stage, order)
-        assert len(rungs) > 4
-        for above, rung in pairwise(rungs):
-            assert rung.settings != above.settings, rung.name
-        is_offered = any(rung.name == "perceptual loss one slice at a time" for rung in rungs)
-        assert is_offered == (stage == "autoencoder" and order != "guide" and (network or "").startswith("lpips-"))
+    rungs = build_rungs(load_settings(preset), stage, order)
+    assert len(rungs) > 4
+    for above, rung in pairwise(rungs):
+        assert rung.settings != above.settings, rung.name
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_slices_one_at_a_time_are_offered_where_a_network_sees_slices(network):
+    perceptual = {f"{TRAINING}.perceptual.network": network} if network else {}
+    settings = heavy(**{f"{TRAINING}.use_perceptual_loss": network is not None, **perceptual})
+    for stage in STAGES:
+        names = {order: [rung.name for rung in build_rungs(settings, stage, order)] for order in ORDERS}
+        offered = [order for order in ORDERS if "perceptual loss one slice at a time" in names[order]]
+        has_slices = stage == "autoencoder" and (network or "").startswith("lpips-")
+        assert offered == (["lossless-first"] if has_slices else [])
 
 
 NO_EFFECT: dict[str, tuple[Stage, dict[str, Any], set[str]]] = {
@@ -90,8 +95,8 @@ def test_no_attention_is_claimed_only_when_none_is_left(where):
     assert "no attention at level 2" in names
 
 
-@pytest.mark.parametrize("order", ["lossless-first", "guide"])
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_cpu_has_no_host_to_offload_to(stage, order):
     def names(device: str) -> str:
         return ", ".join(rung.name for rung in build_rungs(heavy(**{"device.type": device}), stage, order))

@@ -154,27 +154,6 @@ def test_inputs_come_to_the_device_where_the_step_moves_them_and_leave_with_thei
             assert batch.to(torch.device("cpu")) is batch
 
 
-def test_a_weights_gradient_copies_before_its_result_and_an_inputs_after_it():
-    """A gradient that is not dense is copied for each of the two passes."""
-
-    def run(tracker):
-        x, weight = torch.zeros(1, 4, 8, 8, 8), torch.zeros(2, 4, 3, 3, 3)
-        grad = torch.zeros(1, 2, 8, 8, 9)[..., :8]
-        start.append(len(tracker.trace))
-        sizes = ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
-        results = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, [True, True, False])
-        end.append(len(tracker.trace))
-        assert len(results) == 3
-
-    start: list[int] = []
-    end: list[int] = []
-    tracker = measure_peak(run)
-    events = tracker.trace[start[0] : end[0]]
-    signed = [tracker.allocations[e].nbytes if e >= 0 else -tracker.allocations[~e].nbytes for e in events]
-    of_x, of_weight, copy = 4 * 4 * 8**3, 4 * 2 * 4 * 27, 4 * 2 * 8**3
-    assert signed == [of_x, copy, -copy, copy, of_weight, -copy]
-
-
 def test_a_kernel_frees_what_it_names_before_its_end():
     with MemoryTracker() as tracker:
         tracker._pass_through(8, 4, ~0, 2)

@@ -1,7 +1,5 @@
 """The tracker sees every storage once, when it is made and when it is released, on fake tensors as on real ones."""
 
-import itertools
-
 import pytest
 import torch
 from monai.networks.nets import AutoencoderKL
@@ -92,37 +90,6 @@ def stock_autoencoder(checkpoint, flash):
         use_checkpoint=checkpoint,
         use_flash_attention=flash,
     )
-
-
-def stock_peak(checkpoint, flash, amp, rules=True):
-    def run(tracker):
-        model = stock_autoencoder(checkpoint, flash)
-        tracker.adopt(model.parameters(), "parameters")
-        x = torch.zeros(1, 1, 256, 256, 64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            reconstruction = model(x)[0]
-        nn.functional.l1_loss(reconstruction.float(), x).backward()
-
-    with emulated(cuda=rules) as mode, tracked(mode, cuda=False) as tracker:
-        run(tracker)
-    # Those figures were counted without workspaces.
-    sizes = [0 if record.category.endswith("workspaces") else record.nbytes for record in tracker.allocations]
-    live = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in tracker.trace)
-    return max(live) / GIB
-
-
-@pytest.mark.parametrize(
-    ("options", "gib"),
-    [
-        ({"checkpoint": False, "flash": True, "amp": False}, 11.41),
-        ({"checkpoint": True, "flash": True, "amp": True}, 5.84),
-        ({"checkpoint": False, "flash": False, "amp": True}, 172.3),
-        ({"checkpoint": False, "flash": False, "amp": True, "rules": False}, 66.7),
-    ],
-    ids=["fp32", "use_checkpoint", "default attention", "default attention, CPU rules"],
-)
-def test_stock_autoencoder_needs_what_was_once_computed_by_other_code(options, gib):
-    assert stock_peak(**options) == pytest.approx(gib, rel=0.015)
 
 
 def small_step(fake):

@@ -136,10 +136,12 @@ def test_training_stops_without_next_rung_or_when_none_is_left_and_a_cpu_offload
 def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
     settings = HIGH_RES.with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
     assert not is_tiny(settings, "autoencoder")
+    predicted = replace(BLANK, context_bytes=0, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB)
     monkeypatch.setattr("memory.watch.memory_watch.device_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("memory.watch.memory_watch.PendingPrediction.result", lambda *_: predicted)
     with caplog.at_level(logging.INFO), MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
         watch.announce()
-    assert watch.prediction is not None
+    assert watch.prediction == predicted
     assert re.search(r"memory: predicted peak [\d.]+ GiB of 0\.00 GiB \(in ", caplog.text)
     assert "Time on a CPU: not known before training has measured its first steps." in caplog.text
     assert f"next rung: micro-batch 1 ({TRAINING}.batch_size=1" in caplog.text

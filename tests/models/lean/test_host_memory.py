@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from memory.predict.emulation import measure_peak
 from models import build_autoencoder
 from models.autoencoder import announce_offloaded, offloaded_bytes
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
-from models.lean.rows import HostMemoryError, HostSpace, HostVolume, ReadAhead, Remembered
+from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace, HostVolume, ReadAhead, Remembered
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
-from tests.models.gradients import Found, direction, distances, small_work_counts
+from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
 
 PLENTY = 1 << 40
@@ -56,7 +55,7 @@ def gradients(model: Any, x: Tensor, latent: Tensor) -> dict[str, Tensor]:
     return {name: tensor.double().clone() for name, tensor in found.items() if tensor is not None}
 
 
-def inputs(batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(2)
     return torch.randn(batch, 1, *grid, generator=draw), torch.randn(batch, 3, *latent_grid, generator=draw)
 
@@ -81,14 +80,14 @@ def in_both_ways(model: Any, x: Tensor, rows: int, levels: int, host: HostSpace)
     grid=st.tuples(*[st.sampled_from([8, 12, 20])] * 3),
     rows=st.integers(2, 9),
     levels=st.integers(1, 3),
-    above=st.sampled_from([0, 1 << 13, 1 << 15, 1 << 17]),
+    above=st.sampled_from([None, 0, 1 << 13, 1 << 15, 1 << 17]),
     free=st.sampled_from([0, 1 << 16, 1 << 17, 1 << 18, PLENTY]),
 )
-def test_volumes_on_the_host_are_those_of_the_device(shape, layout, batch, grid, rows, levels, above, free):
+def test_volumes_in_slabs_are_those_of_the_whole(shape, layout, batch, grid, rows, levels, above, free):
     model = network(**shape).eval().double()
     model.set_layout(layout)
     x = torch.randn(batch, 1, *grid, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    host = HostSpace(above, free)
+    host = DeviceSpace(free) if above is None else HostSpace(above, free)
     for expected, found in zip(*in_both_ways(model, x, rows, levels, host), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert host.free == free, "what was taken is free again"
@@ -103,15 +102,6 @@ def test_low_precision_on_the_host_errs_as_the_device_does(free):
     for true, one, other in zip(exact, whole, streamed, strict=True):
         error, mine = (float((part.double() - true).norm()) for part in (one, other))
         assert mine <= 1.5 * error + 1e-9
-
-
-def test_no_volume_above_the_limit_is_on_the_device():
-    model, x = network().eval(), torch.randn(1, 1, 32, 16, 16)
-    with mock.patch.object(HostVolume, "__init__", autospec=True, side_effect=HostVolume.__init__) as made:
-        in_both_ways(model, x, 4, 3, HostSpace(1 << 14, PLENTY))
-    sizes = [call.args[0]._rows.numel() for call in made.call_args_list]
-    assert max(sizes) == 16 * 32 * 16 * 16, "the upsampled volume with the channels of the level below"
-    assert min(sizes) * 4 > 1 << 14
 
 
 class Counted(HostVolume):
@@ -155,41 +145,36 @@ def test_gradients_are_those_of_the_device(shape, layout, batch, grid, latent_gr
         model.requires_grad_(False)
     elif frozen == "encoder":
         model.freeze_encoder()
-    x, latent = (part.double() for part in inputs(batch, grid, latent_grid))
+    x, latent = (part.double() for part in inputs(model, batch, grid, latent_grid))
     model.set_layout(layout)
     expected = gradients(model, x, latent)
     model.set_layout(CONTIGUOUS)
     model.offload_levels(levels, rows, nested)
     model.set_layout(layout)  # gives the network other parameters
     found = gradients(model, x, latent)
-    wrong = distances(Found([], found), Found([], expected)).each
-    assert all(value <= 1e-12 for value in wrong.values()), wrong
+    assert found.keys() == expected.keys()
+    size = sum(float(part.square().sum()) for part in expected.values()) ** 0.5
+    for name, true in expected.items():
+        off = float((found[name] - true).norm())
+        assert off <= 1e-12 * max(float(true.norm()), 1e-3 * size), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", ["monai", "maisi"])
 def test_low_precision_errs_as_on_the_device(variant, dtype):
     model = network(variant=variant)
-    x, latent = inputs(1, (12, 8, 8), (3, 2, 2))
+    x, latent = inputs(model, 1, (12, 8, 8), (3, 2, 2))
     truth = gradients(model.double(), x.double(), latent.double())
+    model.float()
     errors = []
     for levels in (0, 2):
-        model.float().offload_levels(levels, 3)
+        if levels:
+            model.offload_levels(levels, 3)
         with torch.autocast("cpu", dtype):
             found = gradients(model, x, latent)
         names = [name for name in truth if not name.startswith("output")]
         errors.append(sum(float((found[name] - truth[name]).square().sum()) for name in names) ** 0.5)
     assert errors[1] <= 1.5 * errors[0]
-
-
-def test_backward_takes_host_memory_that_it_gives_back_for_the_next_step():
-    model = network()
-    model.offload_levels(2, 4)
-    x, latent = inputs(1, (12, 8, 8), (3, 2, 2))
-    gradients(model, x, latent)
-    first = model.host.taken
-    gradients(model, x, latent)
-    assert model.host.taken == first > 0
 
 
 def test_device_holds_slabs_and_no_whole_volume_of_the_offloaded_levels():
@@ -228,13 +213,16 @@ def test_host_memory_of_a_step_is_known_before_it_is_taken(nested, caplog):
     grid = (16, 8, 12)
     known = offloaded_bytes(chosen, 2, grid, precision)
     model = build_autoencoder(chosen)
-    with precision.autocast():
-        model(torch.zeros(2, 1, *grid))[0].mean().backward()
-    assert model.host.taken == known
+    for _ in range(2):
+        with precision.autocast():
+            model(torch.zeros(2, 1, *grid))[0].mean().backward()
+        assert model.host.taken == known, "the next step takes what this one gives back"
     with caplog.at_level("INFO", logger="models"):
         announce_offloaded(chosen, 2, grid, precision)
     assert "the 2 highest levels of the autoencoder take 0.0 GiB of host memory" in caplog.text
-    sentence = r"training.offload_levels: its volumes take .* GiB of host memory; .* GiB are free; make room"
+    sentence = (
+        r"training.offload_levels: its volumes take .* GiB of host memory; .* are free to this process .*; make room"
+    )
     with observed_by(SmallHost()), pytest.raises(HostMemoryError, match=sentence):
         announce_offloaded(chosen, 2, grid, precision)
     again = build_autoencoder(chosen)

@@ -20,15 +20,14 @@ from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from models import build_unet
 from models.volume_codec import frozen_codec
-from runtime.precision import Precision
-from runtime.processes import Process
 from settings import CheckpointError, Settings
 from tests.support.tiny_config import TINY
-from training.validation.skill import MEAN_SHARES, NUM_LEVELS, HeldOut, Skill, skill_in_words
+from tests.training.steps import CPU
+from training.validation.skill import MEAN_SHARES, NUM_LEVELS, Skill, skill_in_words
 
-CPU = Process(torch.device("cpu"))
 NUM_TRAIN, NUM_HELD_OUT = 12, 5
 NUM_PATTERNS = 3
+BATCH_SIZE = "ldm.training.batch_size"
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "v, cosine": {"prediction": "v", "schedule": "cosine"},
@@ -121,27 +120,20 @@ def test_the_linear_denoiser_has_skill_one_at_every_level_and_the_truth_has_none
     settings = settings_of(scheduler)
     values = examples(settings.latent_shape)
     skill = skill_of(settings, values)
+    signals, levels = skill.held_out.noise_process.coefficients(skill.held_out.times)
+    shares = (levels**2 / (signals**2 + levels**2)).flatten().tolist()
+    assert shares == pytest.approx([math.sin((place + 0.5) * math.pi / 16) ** 2 for place in range(8)], abs=2e-3)
     found = skill(Estimator(settings, best_estimates(skill)))
     of_levels = [value for name, value in found.items() if name.startswith("val_skill_")]
     assert of_levels == pytest.approx([1.0] * NUM_LEVELS, rel=1e-3)
     assert found["val_skill"] == pytest.approx(1.0, rel=1e-3)
     clean = (values[NUM_TRAIN:] - 2) * 0.5
-    skill = skill_of(settings.with_overrides(of_batches(NUM_HELD_OUT)), values)
+    skill = skill_of(settings.with_overrides({BATCH_SIZE: NUM_HELD_OUT}), values)
     truth = skill(Estimator(settings, lambda noisy, *_: clean))
     assert truth["val_skill"] < 1e-3
     assert truth["val_diffusion"] < 1e-3
     mean = skill(Estimator(settings, lambda noisy, *_: torch.zeros_like(noisy)))
     assert mean["val_skill_0.01"] > mean["val_skill_0.99"] > 1
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_the_noise_has_the_share_of_the_variance_that_a_level_is_named_by(scheduler):
-    process = HeldOut(settings_of(scheduler), Normalisation.uniform(3), precision("cpu"))
-    shares = []
-    for time in process.times:
-        signal, level = (float(part) for part in process.noise_process.coefficients(time))
-        shares.append(level**2 / (signal**2 + level**2))
-    assert shares == pytest.approx([math.sin((place + 0.5) * math.pi / 16) ** 2 for place in range(8)], abs=2e-3)
 
 
 def test_levels_that_a_schedule_never_reaches_are_left_out():
@@ -154,16 +146,8 @@ def test_levels_that_a_schedule_never_reaches_are_left_out():
     assert names == ["val_skill_0.01", "val_skill_0.08", "val_skill_0.22", "val_skill_0.40"]
 
 
-def precision(device: str) -> Precision:
-    return Precision(settings_of().device, torch.device(device))
-
-
-def of_batches(size: int) -> dict[str, Any]:
-    return {"ldm.training.batch_size": size}
-
-
 def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad():
-    settings = settings_of(changes={"data.voxel_size": [14, 16, 18], **of_batches(20)})
+    settings = settings_of(changes={"data.voxel_size": [14, 16, 18], BATCH_SIZE: 20})
     assert any(size % settings.ldm.unet.downsampling for size in settings.latent_shape[1:])
     values = examples(settings.latent_shape, NUM_TRAIN + 19)
     network = build_unet(settings.ldm, 3).eval()
@@ -174,7 +158,7 @@ def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad():
     network.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     found = skill_of(settings, values)(network)
     assert sizes == [16] * 8 + [3] * 8
-    assert skill_of(settings.with_overrides(of_batches(1)), values)(network) == pytest.approx(found, rel=1e-4)
+    assert skill_of(settings.with_overrides({BATCH_SIZE: 1}), values)(network) == pytest.approx(found, rel=1e-4)
     assert set(sizes[16:]) == {1}
 
 

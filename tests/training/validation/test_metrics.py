@@ -113,7 +113,7 @@ def test_validation_reconstructs_the_latents_mean_with_the_averaged_weights(tiny
         expected["val_psnr"] += 20 * math.log10(2 / math.sqrt(((x - y) ** 2).mean())) / 3
         expected["val_ssim"] += ssim_parts(x, y, 11, 1.5, 2.0)[0] / 3
         expected["val_l1"] += float(np.abs(x - y).mean()) / 3
-    batches = [Batch(image, (place,), None, ("a.nii",)) for place, image in enumerate(images)]
+    batches = [Batch(image, (place,), ("a.nii",)) for place, image in enumerate(images)]
     metrics, _ = validate_autoencoder(step, batches)
     assert metrics == pytest.approx(expected, abs=2e-3)
     assert step.autoencoder.training

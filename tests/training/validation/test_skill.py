@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from training.validation.skill import (
-    FILL_SHRINKAGES,
-    MEAN_SHARES,
-    SHRINKAGES,
-    LinearDenoiser,
-    StationaryFilter,
-)
+from training.validation.skill import FILL_SHRINKAGES, MEAN_SHARES, SHRINKAGES, LinearDenoiser, StationaryFilter
 
 SHAPE = (2, 3, 2, 2)
 

@@ -38,7 +38,7 @@ def make_step(values: dict[str, Any], patch_size: list[int] | None) -> Autoencod
 
 def held_out() -> list[Batch]:
     image = torch.rand((1, 1, *GRID), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    return [Batch(image, positions=(0,), labels=None, files=("one.nii",))]
+    return [Batch(image, positions=(0,), files=("one.nii",))]
 
 
 def test_validation_of_volumes_larger_than_patches_gives_the_same_figures_in_slabs(values):

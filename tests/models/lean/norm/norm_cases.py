@@ -158,7 +158,8 @@ def whole_distances(case: Case, given: Inputs, backend: Any) -> dict[str, float]
     expected = truth(case, given)
     layout = case.layout.replace("transposed", "contiguous")
     y, grad_x = (laid_out(torch.full_like(x, torch.nan), layout) for _ in range(2))
-    norm = backend.group_norm(y, x, weight, bias, case.groups, EPS, case.silu)
+    mean, rstd = backend.group_norm(y, x, weight, bias, case.groups, EPS, case.silu)
+    norm = Norm(mean, rstd, weight, bias, case.silu)
     sums = backend.group_norm_backward(grad_x, grad, x, norm)
     spread = expected.rstd.unsqueeze(2).expand(-1, -1, x.shape[1] // case.groups).flatten(1)[..., None, None, None]
     return {

@@ -103,7 +103,7 @@ KERNELS = [
     triton_kernels.group_norm_backward_kernel,
     triton_kernels.group_means_kernel,
 ]
-TARGETS = [(75, "fp16"), (75, "bf16"), (80, "bf16"), (80, "fp32"), (86, "fp16"), (89, "bf16"), (90, "bf16")]
+TARGETS = [(75, "fp16"), (75, "bf16"), (80, "fp32"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
 DENSE_CHANNELS = ("x_c", "out_c", "grad_c", "plus_c")
 ONE_OF_EACH = ("channels", "groups", "voxels", "out_voxels", "num_chunks", "batch", "plane", "size", "num_spans")

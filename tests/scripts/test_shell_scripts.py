@@ -1,4 +1,4 @@
-"""`scripts/check_gpu.sh` refuses machines without a CUDA device in one sentence; others it measures and tests."""
+"""The shell scripts: they find a supported Python or say that there is none, and check_gpu.sh needs a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,37 +9,54 @@ from pathlib import Path
 import pytest
 
 from evaluation.gpu_check import parse
-from tests.conftest import pytest_runtest_setup
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT, pytest_runtest_setup
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the scripts with an environment whose Python only notes what it is asked for."""
+    """A copy of the scripts and requirements."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for path in ROOT.glob("requirements*.txt"):
         shutil.copy(path, tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     return tmp_path
 
 
+def write_program(path: Path, *lines: str, shell: str = "/usr/bin/env bash") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([f"#!{shell}", *lines, ""]))
+    path.chmod(0o755)
+
+
+def set_up_with(project: Path, name: str, line: str) -> subprocess.CompletedProcess[str]:
+    """Source environment.sh where only this Python is found, beside a few tools."""
+    write_program(project / "bin" / name, line, shell=f"{project}/bin/bash")
+    for tool in ("bash", "cat", "dirname", "grep", "rm", "sha256sum", "tail"):
+        (project / "bin" / tool).symlink_to(shutil.which(tool) or tool)
+    command = ["bash", "-c", "source scripts/environment.sh requirements.txt"]
+    environment = {"PATH": str(project / "bin"), "HOME": str(project)}
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_without_a_supported_python_the_supported_ones_are_named(project):
+    done = set_up_with(project, "python3", '[ "$1" = --version ] && echo "Python 3.10.1" || exit 1')
+    assert done.returncode == 2
+    assert "error: found Python 3.10.1; Python 3.11, 3.12 or 3.13 is needed; install one" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
+def test_a_supported_python_is_accepted(project, version):
+    set_up_with(project, f"python{version}", 'echo "$@" >> asked; [ "$1" = -c ]')
+    assert (project / "asked").read_text().splitlines()[-1] == "-m venv .venv"
+
+
 def check_gpu(project: Path, has_gpu: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    python = project / ".venv" / "bin" / "python"
-    python.write_text(
-        "#!/usr/bin/env bash\n"
-        f'[ "$1" = -c ] && {{ echo 2.13.0; exit {int(not has_gpu)}; }}\n'
-        'printf "%s " "$@" >> asked; echo >> asked\n'
-    )
-    python.chmod(0o755)
-    return subprocess.run(
-        ["bash", str(project / "scripts" / "check_gpu.sh"), *arguments],
-        cwd=project.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    """Run check_gpu.sh in an environment whose Python only notes what it is asked for."""
+    (project / ".venv" / "bin").mkdir(parents=True)
+    (project / ".venv" / "bin" / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    asked = f'[ "$1" = -c ] && {{ echo 2.13.0; exit {int(not has_gpu)}; }}'
+    write_program(project / ".venv" / "bin" / "python", asked, 'printf "%s " "$@" >> asked; echo >> asked')
+    command = ["bash", str(project / "scripts" / "check_gpu.sh"), *arguments]
+    return subprocess.run(command, cwd=project.parent, capture_output=True, text=True, timeout=60)
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(project):
