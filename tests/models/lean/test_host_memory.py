@@ -20,6 +20,7 @@ from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
+from training.ldm_step import PixelLoss
 
 PLENTY = 1 << 40
 SHAPES = st.fixed_dictionaries(
@@ -175,6 +176,17 @@ def test_low_precision_errs_as_on_the_device(variant, dtype):
         names = [name for name in truth if not name.startswith("output")]
         errors.append(sum(float((found[name] - truth[name]).square().sum()) for name in names) ** 0.5)
     assert errors[1] <= 1.5 * errors[0]
+
+
+def test_pixel_loss_has_the_same_gradient_through_levels_in_host_memory():
+    model = network(variant="maisi").double().requires_grad_(False).eval()
+    precision = Precision(Settings().with_overrides({"device.mixed_precision": False}).device, torch.device("cpu"))
+    loss = PixelLoss(Settings().ldm.training.pixel_loss, model, precision)
+    predicted, clean = torch.randn(2, 2, 3, 3, 2, 2, generator=torch.Generator().manual_seed(3)).double()
+    expected = loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0)
+    model.offload_levels(2, 3)
+    for found, true in zip(loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0), expected, strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-6, atol=1e-9)  # the loss is in fp32
 
 
 def test_device_holds_slabs_and_no_whole_volume_of_the_offloaded_levels():
