@@ -128,6 +128,8 @@ class VolumeCodec:
         most = max(map(sum, pairs))
         row = max(4 * max(channels[level : level + 2]) * math.prod(grids[level][1:]) for level in levels)
         if max(volumes) <= _HOST_ABOVE or most <= free:
+            if self.settings.training.offload_levels:
+                return  # the highest levels are in host memory, as in training
             self._rows = _fitting_rows(self.slab_rows, (free - most) // (_SLABS_AT_ONCE * row) - 2)
             self.host = DeviceSpace(max(0, free - _SLABS_AT_ONCE * row * (self._rows + 2)))
             return
