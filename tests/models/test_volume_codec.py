@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_volumes_pass_in_the_precision_of_the_config_and_come_out_in_float32(cod
     volume = codec.decode(mean)
     assert set(inside) == {torch.bfloat16 if mixed else torch.float32}
     assert {mean.dtype, volume.dtype} == {torch.float32}
+
+
+def test_levels_that_training_keeps_in_host_memory_are_kept_there_for_whole_volumes(codec_of, monkeypatch):
+    codec, _ = codec_of(autoencoder__training__offload_levels=1, autoencoder__training__slab_rows=4)
+    volume = mock.Mock(side_effect=codec.autoencoder.host.volume)
+    monkeypatch.setattr(codec.autoencoder.host, "volume", volume)
+    mean = codec.encode(torch.rand(1, *GRID))
+    volume.assert_called()
+    volume.reset_mock()
+    codec.decode(mean)
+    volume.assert_called()
 
 
 NEEDED = 5 * 16 * 4 * torch.Size(GRID).numel()
