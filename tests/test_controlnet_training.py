@@ -101,11 +101,17 @@ def test_a_controlnet_is_trained_on_a_finished_unet_and_sampled(config, capsys):
         config,
     ]
     assert run_here(*importing, "--out", "runs/back", *CONTROLLED) == 0
+    said = capsys.readouterr().err
+    assert "next: python scripts/sample.py --run runs/back --labels FILE_OR_FOLDER" in said
+    assert "ldm.autoencoder=runs/tiny/autoencoder.safetensors ldm.pretrained=runs/back/ldm.safetensors" in said
     network, frame = TrainedRun("runs/back").unet()
     assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
     assert torch.equal(frame.normalisation.mean, metadata["latent_mean"])
     assert run_here(*importing, "--out", "runs/other", *MAPS) == 2
     assert "unet_controlnet.pt: holds a ControlNet, and the config has none" in capsys.readouterr().err
+    importing[4] = "unet.pt"
+    assert run_here(*importing, "--out", "runs/other", *CONTROLLED) == 2
+    assert "unet.pt: holds a U-Net alone, and the config has a ControlNet beside it" in capsys.readouterr().err
 
     other = ["ldm.pretrained=runs/controlled/ldm.safetensors", f"{LABEL_MAP}.controlnet=[8,8]"]
     for overrides, text in (
