@@ -21,6 +21,7 @@ from models.unet import unet_arguments
 from models.weight_files import load_weights
 from runtime.processes import Process
 from settings import CheckpointError, Settings, restored
+from settings.conditioning import LABEL_MAP
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,12 @@ def pretrained_unet(settings: Settings) -> PretrainedUNet | None:
             f"{path}: not the weights of a U-Net from this program; give the ldm.safetensors of a run, or bring "
             "others in with scripts/import_checkpoint.py"
         )
-    before, wanted = _decisive(restored(metadata["settings"], path)), _decisive(settings)
+    trained = restored(metadata["settings"], path)
+    before, wanted = _decisive(trained), _decisive(settings)
+    # A ControlNet may be new, and one that is in the file is trained further.
+    if trained.ldm.conditioning.label_map.controlnet:
+        for values, of in ((before, trained), (wanted, settings)):
+            values[f"{LABEL_MAP}.controlnet"] = of.ldm.conditioning.label_map.controlnet
     lines = [
         f"\n  {name}: {json.dumps(old)} -> {json.dumps(wanted[name])}"
         for name, old in before.items()

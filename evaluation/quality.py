@@ -266,7 +266,7 @@ def condition_effect(sampler: VolumeSampler, latents: Latents, held_out: Sequenc
     s = settings.ldm.conditioning
     right = latents.held_out_condition(held_out)
     conditions = {"right": right, "shuffled": right.rows([*range(1, len(held_out)), 0])}
-    if s.dropout:
+    if not s.always_given:
         conditions["hidden"] = hidden(right, s)
     targets = [to_unit(load_file(latents.volumes.val[place], latents.settings).image) for place in held_out]
     known = [store.known(latents.held_out_index(place)) or NOTHING_KNOWN for place in held_out]

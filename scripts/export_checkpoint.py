@@ -123,6 +123,8 @@ def _sampling(destination: Path, settings: Settings, metadata: dict[str, Any], m
         "upper": metadata.get("upper", [1.0] * settings.autoencoder.in_channels),
         "spacing_mm": metadata.get("spacing_mm", [1.0, 1.0, 1.0]),
     }
+    # What an import gives back to the run.
+    values |= {name: metadata[name] for name in ("autoencoder", "licence") if name in metadata}
     path = sampling_file(destination)
     texts = {name: json.dumps(value) for name, value in values.items()}
     write_tensors(path, tensors if mean_map is None else {**tensors, "mean_map": mean_map}, texts)

@@ -34,6 +34,7 @@ def main(options: argparse.Namespace) -> None:
         sampling_file,
         to_our_names,
     )
+    from models.frozen_autoencoder import autoencoder_path
     from models.weight_files import load_weights, save_weights
     from training.run_setup import locked
 
@@ -46,7 +47,14 @@ def main(options: argparse.Namespace) -> None:
     exported = load_weights(beside) if network == "ldm" and beside.exists() else ({}, {})
     if "mean_map" in exported[0] and settings.ldm.unet.use_mean_map:
         state["mean_map"] = exported[0]["mean_map"]
-    if network == "controlnet" and not settings.ldm.conditioning.label_map.controlnet:
+        check_values({"mean_map": state["mean_map"]}, beside)
+    has_controlnet = bool(settings.ldm.conditioning.label_map.controlnet)
+    if network == "ldm" and has_controlnet:
+        raise CheckpointError(
+            f"{path}: holds a U-Net alone, and the config has a ControlNet beside it; leave out "
+            "ldm.conditioning.label_map, and import the ControlNet, if there is one, into another folder"
+        )
+    if network == "controlnet" and not has_controlnet:
         raise CheckpointError(
             f"{path}: holds a ControlNet, and the config has none; set ldm.conditioning.label_map and ldm.pretrained, "
             "the U-Net that it controls"
@@ -85,6 +93,7 @@ def main(options: argparse.Namespace) -> None:
             try:
                 normalisation = Normalisation.stored(exported[0], settings.autoencoder.latent_channels)
                 metadata |= {name: exported[1][name] for name in ("spacing_mm", "lower", "upper")}
+                metadata |= {name: exported[1][name] for name in ("autoencoder", "licence") if name in exported[1]}
             except (ValueError, LookupError) as error:
                 raise CheckpointError(
                     f"{beside}: not what was exported beside {path.name} ({error}); export both again, or move it away"
@@ -106,18 +115,17 @@ def main(options: argparse.Namespace) -> None:
             write_text(folder.config, dump_yaml(settings))
     number = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), number, len(state))
-    log.info("licence, by the name of the file: %s", metadata["licence"])
+    log.info("licence, as exported or by the name of the file: %s", metadata["licence"])
     for line in _not_in_the_weights(network, settings):
         log.info(line)
-    config, run_folder, autoencoder, ldm = (
-        shlex.quote(str(place))
-        for place in (folder.config, folder.path, folder.weights("autoencoder"), folder.weights("ldm"))
-    )
+    places = (folder.config, folder.path, autoencoder_path(settings, folder), folder.weights("ldm"))
+    config, run_folder, autoencoder, ldm = (shlex.quote(str(place)) for place in places)
     tuned = f"--config {config} name=finetuned"
     if network == "autoencoder":
-        log.info("next: python train_autoencoder.py %s autoencoder.pretrained=%s", tuned, autoencoder)
+        own = shlex.quote(str(folder.weights("autoencoder")))
+        log.info("next: python train_autoencoder.py %s autoencoder.pretrained=%s", tuned, own)
     elif network == "ldm":
-        log.info("next: python scripts/sample.py --run %s", run_folder)
+        log.info("next: python scripts/sample.py --run %s%s", run_folder, " --labels FILE_OR_FOLDER" * has_controlnet)
         log.info("or fine-tune: python train_ldm.py %s ldm.autoencoder=%s ldm.pretrained=%s", tuned, autoencoder, ldm)
 
 

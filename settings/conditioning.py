@@ -339,6 +339,16 @@ class ConditioningSettings(Section):
         return bool(self.kinds)
 
     @property
+    def always_given(self) -> tuple[str, ...]:
+        """Return the keys of the kinds without which the network never predicted in training.
+
+        Beside a ControlNet there is a U-Net that knows nothing of its label maps.
+        """
+        if self.dropout:
+            return ()
+        return tuple(where for where in self.kinds if where != LABEL_MAP or not self.label_map.controlnet)
+
+    @property
     def copies_scale(self) -> bool:
         """Return whether augmented copies may be scaled: a number, such as a volume in ml, would contradict them."""
         return not self.tabular.continuous
@@ -378,7 +388,7 @@ class ConditioningSettings(Section):
         if scale != 1 and not self.kinds:
             found = f"{scale:g} with conditioning type none, so there is no class to follow"
             yield Problem(where, found, "allowed: 1", "set 1", ("ldm.conditioning.type",))
-        elif scale != 1 and self.dropout == 0:
+        elif scale != 1 and self.always_given:
             found = f"{scale:g} with conditioning dropout 0, so the network never learns to predict without a condition"
-            sources = (*self.kinds, "ldm.conditioning.dropout")
+            sources = (*self.always_given, "ldm.conditioning.dropout")
             yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", sources)

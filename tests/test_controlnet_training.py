@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from diffusion.conditioning.command_line import AskedConditions
+from diffusion.conditioning.kind import Asked
 from evaluation.trained_run import TrainedRun
 from models.controlnet import PREFIX
 from models.weight_files import load_weights, save_weights
@@ -99,18 +101,26 @@ def test_a_controlnet_is_trained_on_a_finished_unet_and_sampled(config, capsys):
         config,
     ]
     assert run_here(*importing, "--out", "runs/back", *CONTROLLED) == 0
+    said = capsys.readouterr().err
+    assert "next: python scripts/sample.py --run runs/back --labels FILE_OR_FOLDER" in said
+    assert "ldm.autoencoder=runs/tiny/autoencoder.safetensors ldm.pretrained=runs/back/ldm.safetensors" in said
     network, frame = TrainedRun("runs/back").unet()
     assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
     assert torch.equal(frame.normalisation.mean, metadata["latent_mean"])
     assert run_here(*importing, "--out", "runs/other", *MAPS) == 2
     assert "unet_controlnet.pt: holds a ControlNet, and the config has none" in capsys.readouterr().err
+    importing[4] = "unet.pt"
+    assert run_here(*importing, "--out", "runs/other", *CONTROLLED) == 2
+    assert "unet.pt: holds a U-Net alone, and the config has a ControlNet beside it" in capsys.readouterr().err
 
-    for override, text in (
-        ("ldm.pretrained=gone.safetensors", "gone.safetensors: no such file"),
-        (f"{LABEL_MAP}.source=images", "no partner in ldm.conditioning.label_map.source"),
-        ("ldm.unet.num_channels=[32,32]", "the pretrained U-Net has different settings"),
+    other = ["ldm.pretrained=runs/controlled/ldm.safetensors", f"{LABEL_MAP}.controlnet=[8,8]"]
+    for overrides, text in (
+        (["ldm.pretrained=gone.safetensors"], "gone.safetensors: no such file"),
+        ([f"{LABEL_MAP}.source=images"], "no partner in ldm.conditioning.label_map.source"),
+        (["ldm.unet.num_channels=[32,32]"], "the pretrained U-Net has different settings"),
+        (["--dry-run", *other], "ldm.conditioning.label_map.controlnet: [4, 8] -> [8, 8]"),
     ):
-        assert run_here("train_ldm.py", "--config", config, *CONTROLLED, override) == 2
+        assert run_here("train_ldm.py", "--config", config, *CONTROLLED, *overrides) == 2
         said = capsys.readouterr().err
         assert text in said
         assert "Traceback" not in said
@@ -129,6 +139,14 @@ def test_a_controlnet_is_trained_on_a_finished_unet_and_sampled(config, capsys):
 def test_keys_that_do_not_go_with_a_controlnet_are_named(changes, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         SETTINGS.with_overrides(changes)
+
+
+def test_without_its_label_map_the_unet_predicts_whatever_dropout_says():
+    settings = SETTINGS.with_overrides({"ldm.conditioning.dropout": 0, "ldm.sampling.guidance_scale": 2})
+    batch = AskedConditions(Asked(settings, {}), [], None).batch([0], 1, (1, 1, 1))
+    assert batch.parts["control map"].eq(-1).all()
+    with pytest.raises(ConfigError, match="never learns to predict without a condition"):
+        settings.with_overrides({"ldm.conditioning.type": "class", "ldm.conditioning.num_classes": 2})
 
 
 def test_the_loss_falls_and_only_the_controlnet_is_trained():

@@ -89,7 +89,7 @@ def _check_options(asked: Asked) -> None:
                 raise UserError(f"{option}: the run was trained without {what}; leave it out")
         if missing and len(missing) < len(taken):
             raise UserError(f"{missing[0]}: not given; the run takes {' and '.join(taken)} together; give both")
-        if missing and not s.dropout:
+        if missing and f"ldm.conditioning.{kind.section}" in s.always_given:
             raise UserError(
                 f"{missing[0]}: not given, but the run was trained with {taken[missing[0]]} for every volume (dropout: "
                 "0); give a file or a folder of them"

@@ -233,8 +233,12 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     run = finished_run(tmp_path_factory)
     exported, back = tmp_path / f"unet{suffix}", tmp_path / "back"
     arguments = ["--from", "monai", "--weights", exported, "--config", run / "config.yaml", "--out", back]
-    assert run_here("scripts/export_checkpoint.py", "--weights", run / "ldm.safetensors", "--out", exported) == 0
+    weights, facts = load_weights(run / "ldm.safetensors")
+    save_weights(tmp_path / "trained.safetensors", weights, facts | {"licence": "Theirs"})
+    assert run_here(*EXPORT, tmp_path / "trained.safetensors", "--out", exported) == 0
     assert run_here(IMPORT[0], *arguments) == 0
+    returned = load_texts(back / "ldm.safetensors")
+    assert (returned["licence"], returned["autoencoder"]) == ("Theirs", facts["autoencoder"])
     shutil.copy(run / "autoencoder.safetensors", back)
     (expected, before), (found, after) = (TrainedRun(folder).unet() for folder in (run, back))
     assert expected.mean_map is not None
@@ -246,6 +250,9 @@ def test_an_exported_unet_comes_back_with_its_mean_map_and_its_latents(suffix, t
     assert (after.spacing_mm, after.lower, after.upper) == (before.spacing_mm, before.lower, before.upper)
     beside = tmp_path / "unet_sampling.safetensors"
     state, metadata = load_weights(beside)
+    save_weights(beside, {"mean_map": state["mean_map"] * torch.nan}, metadata)
+    assert run_here(IMPORT[0], *arguments) == 2
+    assert "unet_sampling.safetensors: mean_map is not a dense tensor of finite" in capsys.readouterr().err
     save_weights(beside, {"mean_map": state["mean_map"]}, metadata)
     assert run_here(IMPORT[0], *arguments) == 2
     assert "unet_sampling.safetensors: not what was exported beside unet" in capsys.readouterr().err
