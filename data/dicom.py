@@ -16,7 +16,7 @@ import pydicom
 from pydicom.config import IGNORE
 
 from data.header import DAMAGE, DamagedError, Opened, Stored, UnsuitableError, header_of, library
-from runtime.files import printable
+from runtime.files import printable, shortened
 
 SUFFIXES = (".dcm", ".dicom", ".ima")
 
@@ -70,7 +70,7 @@ class Slice:
 
     def refuse(self, name: str, allowed: str) -> UnsuitableError:
         """Return the error for an element that makes the series unusable."""
-        found = f"{printable(self.path.name)} has {name} {printable(self.get(name))[:40]}"
+        found = f"{printable(self.path.name)} has {name} {shortened(printable(self.get(name)), 40)}"
         return UnsuitableError(f"{found}; {allowed}; export the series again, or convert it to NIfTI")
 
     def numbers(self, name: str, count: int) -> np.ndarray:
@@ -122,8 +122,8 @@ class Slice:
             if "missing dependencies" in text and syntax is not None:
                 text = f"pip install python-gdcm decodes its {printable(syntax.name)}"
             raise UnsuitableError(
-                f"its slice {printable(self.path.name)} cannot be read ({text[:120]}); copy it again, or export it "
-                "without compression"
+                f"its slice {printable(self.path.name)} cannot be read ({shortened(text, 120)}); copy it again, or "
+                "export it without compression"
             ) from error
         if pixels.shape != shape:
             raise self.refuse("Rows", f"its pixels are of shape {pixels.shape}")

@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import OUT_OF_MEMORY, ProgressBar, above_zero, add_config, check_output_file, parser, run, write_output
 from runtime.files import printable
-from settings import ConfigError, Problem, load_settings
+from settings import ConfigError, Problem, UserError, load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST_BUDGET_GB = 1_000_000
 MOST_SECONDS = 600  # for measuring a rung
+FITTED = " changed to fit "  # in the first line of every config that this command writes
 
 
 def budget_bytes(text: str) -> int:
@@ -63,6 +64,12 @@ def main(options: argparse.Namespace) -> int:
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
             check_output_file(path, option, [options.config])
+    out = Path(options.write_config) if options.write_config is not None else None
+    if out is not None and out.is_file() and FITTED not in out.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(
+            f"--write-config: {printable(out)} already exists and was not written by oom_ladder.py; new files and "
+            "those that it wrote are allowed; choose another name"
+        )
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     if options.measure:
         import torch

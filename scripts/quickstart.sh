@@ -6,6 +6,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh requirements.txt
 
 config=configs/quickstart.yaml
+run="${LEAN3D_RUNS:-runs}/quickstart"
+for word in "$@"; do
+    if [[ "$word" == name=* ]]; then
+        run="${LEAN3D_RUNS:-runs}/${word#name=}"
+    fi
+done
 python train_autoencoder.py --config "$config" "$@"
 python train_ldm.py --config "$config" "$@"
-python scripts/sample.py --run runs/quickstart --num 4 --out runs/quickstart/samples
+python scripts/sample.py --run "$run" --num 4 --out "$run/samples"

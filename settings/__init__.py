@@ -1,9 +1,9 @@
 """YAML to validated settings. Imports neither torch nor monai, so that a typo is reported in under a second."""
 
-from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
+from settings.autoencoder import AutoencoderSettings, AutoencoderTraining
 from settings.data import DataSettings
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
-from settings.ldm import LdmSettings, LdmTraining
+from settings.ldm import LdmSettings
 from settings.load import (
     dump_short,
     dump_with_origins,

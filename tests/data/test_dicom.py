@@ -253,3 +253,11 @@ def test_a_compression_without_decoder_is_named_and_nothing_is_logged(tmp_path, 
     with pytest.raises(DataError, match=r"pip install python-gdcm decodes its JPEG Lossless"):
         read_stored(find(str(tmp_path / "scan"))[0][0].path)
     assert caplog.text == ""
+
+
+def test_a_long_reason_of_the_library_ends_in_dots(tmp_path):
+    slice_ = write_series(tmp_path / "scan", voxels_of(0))[1]
+    content = slice_.read_bytes()
+    slice_.write_bytes(content[: -len(pydicom.dcmread(slice_).PixelData) // 2])
+    with pytest.raises(DataError, match=rf"its slice {slice_.name} cannot be read \(.{{117}}\.\.\.\); copy it again"):
+        read_stored(find(str(tmp_path / "scan"))[0][0].path)

@@ -33,7 +33,9 @@ def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path, capsys):
     assert run_here("scripts/oom_ladder.py", "--quiet", *given, *SMALL) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == f"next: python train_autoencoder.py --config '{config}'"
-    assert r"odd\udcff\nseed: 12345.yaml" in config.read_text(encoding="utf-8").splitlines()[0]
+    head = config.read_text(encoding="utf-8").splitlines()[0]
+    assert r"odd\udcff\nseed: 12345.yaml" in head
+    assert oom_ladder.FITTED in head
     values = json.loads(report.read_text())
     rungs = {rung["name"]: rung for rung in values["rungs"]}
     recommended = rungs[values["recommended"]]
@@ -74,6 +76,22 @@ def test_wrong_input_is_refused_before_anything_is_predicted(arguments, message,
     given = ["--config", "configs/quickstart.yaml", "--budget-gb", "8", *arguments]
     assert run_here("scripts/oom_ladder.py", *given) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: mine\n", "fits.yaml already exists and was not written by oom_ladder.py"),
+        (f"# mine.yaml{oom_ladder.FITTED}6 GiB\n", "--measure: no CUDA device found"),
+    ],
+)
+def test_only_a_config_that_it_wrote_is_replaced(text, message, tmp_path, capsys):
+    target = tmp_path / "fits.yaml"
+    target.write_text(text)
+    given = ("--config", ROOT / "configs/quickstart.yaml", "--budget-gb", "8", "--write-config", target, "--measure")
+    assert run_here("scripts/oom_ladder.py", *given) == 2
+    assert message in capsys.readouterr().err
+    assert target.read_text() == text
 
 
 @pytest.mark.slow

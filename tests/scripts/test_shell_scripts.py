@@ -1,7 +1,8 @@
-"""The shell scripts: they find a supported Python or say that there is none, and check_gpu.sh needs a CUDA device."""
+"""The shell scripts: a supported Python is found or missed, quickstart.sh samples its run, check_gpu.sh needs a GPU."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,12 +50,33 @@ def test_a_supported_python_is_accepted(project, version):
     assert (project / "asked").read_text().splitlines()[-1] == "-m venv .venv"
 
 
-def check_gpu(project: Path, has_gpu: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run check_gpu.sh in an environment whose Python only notes what it is asked for."""
+def write_environment(project: Path, *first: str) -> None:
+    """Write an environment whose Python only notes what it is asked for."""
     (project / ".venv" / "bin").mkdir(parents=True)
     (project / ".venv" / "bin" / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
-    asked = f'[ "$1" = -c ] && {{ echo 2.13.0; exit {int(not has_gpu)}; }}'
-    write_program(project / ".venv" / "bin" / "python", asked, 'printf "%s " "$@" >> asked; echo >> asked')
+    write_program(project / ".venv" / "bin" / "python", *first, 'printf "%s " "$@" >> asked; echo >> asked')
+
+
+@pytest.mark.parametrize(
+    ("runs", "words", "run"),
+    [
+        ("", (), "runs/quickstart"),
+        ("/elsewhere", ("seed=1",), "/elsewhere/quickstart"),
+        ("", ("name=mine",), "runs/mine"),
+    ],
+)
+def test_the_quickstart_samples_the_run_that_it_trained(project, runs, words, run):
+    write_environment(project)
+    command, environment = ["bash", "scripts/quickstart.sh", *words], {**os.environ, "LEAN3D_RUNS": runs}
+    subprocess.run(command, cwd=project, env=environment, check=True, timeout=60)
+    *_, first, second, sampling = ((project / "asked").read_text()).splitlines()
+    assert [first.split()[3:], second.split()[3:]] == [[*words]] * 2
+    assert sampling.split() == ["scripts/sample.py", "--run", run, "--num", "4", "--out", f"{run}/samples"]
+
+
+def check_gpu(project: Path, has_gpu: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run check_gpu.sh in an environment whose Python only notes what it is asked for."""
+    write_environment(project, f'[ "$1" = -c ] && {{ echo 2.13.0; exit {int(not has_gpu)}; }}')
     command = ["bash", str(project / "scripts" / "check_gpu.sh"), *arguments]
     return subprocess.run(command, cwd=project.parent, capture_output=True, text=True, timeout=60)
 
