@@ -16,7 +16,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from data.discovery import VolumeFile
 from data.loading import load_file, random_part
 from runtime.cli import ProgressBar
+from runtime.host_memory import available_host_bytes
 from settings import ConfigError, DataError, Problem, TrainingError, TrainingSettings
 from settings.data import DataSettings
 
@@ -214,7 +214,7 @@ class _Samples(Dataset):
 
 def _in_memory(files: Sequence[VolumeFile], s: DataSettings) -> list[Tensor]:
     """Read all volumes in parallel; raise ConfigError if they do not fit in the memory that is free."""
-    volume_bytes, available = 4 * files[0].num_channels * math.prod(s.voxel_size), psutil.virtual_memory().available
+    volume_bytes, available = 4 * files[0].num_channels * math.prod(s.voxel_size), available_host_bytes()
     if len(files) * volume_bytes > available:
         needed, free = (f"{size / 2**30:.1f} GiB" for size in (len(files) * volume_bytes, available))
         found = f"memory: {len(files)} volumes need {needed} of memory, {free} is free"

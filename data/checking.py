@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from pydantic import TypeAdapter
 
 from data.formats import COPIES_WHILE_READING, channels_text, content_digest, read_header, read_stored, signature
@@ -24,6 +23,7 @@ from data.header import FileError, Header, Note, Stored
 from data.store import NUMBER, PAGE, ArrayFolder, StoredError
 from runtime.cli import ProgressBar
 from runtime.files import CHECKS, PREPARED, counted, exclusive_lock, printable, size_text
+from runtime.host_memory import available_host_bytes
 from settings import DataError
 from settings.data import DataSettings
 
@@ -235,7 +235,7 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
         texts.append("numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null")
     elif s.spacing is not None:
         spaced = geometry_of(facts, s).spaced_shape
-        needed, free = 8.0 * facts.num_channels * math.prod(map(float, spaced)), psutil.virtual_memory().available
+        needed, free = 8.0 * facts.num_channels * math.prod(map(float, spaced)), available_host_bytes()
         if needed > free:
             texts.append(
                 f"data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
@@ -368,7 +368,7 @@ def _read_all(
 
     grid_bytes = 4 * in_channels * math.prod(s.voxel_size)
     largest = COPIES_WHILE_READING * max(sizes.values(), default=0) + 2 * grid_bytes
-    fitting = psutil.virtual_memory().available // largest
+    fitting = available_host_bytes() // largest
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), fitting))
     title = "checking volumes" if folder is None else "preparing volumes"
     pool = ThreadPoolExecutor(num_threads)

@@ -16,13 +16,13 @@ from typing import Any
 import nibabel as nib
 import nibabel.imageglobals
 import numpy as np
-import psutil
 import SimpleITK
 from isal.igzip import IGzipFile
 
 from data import dicom
 from data.header import DamagedError, FileError, Header, Opened, Stored, UnsuitableError, header_of, library
 from runtime.files import check_regular, counted, printable, reason, replacing, shortened
+from runtime.host_memory import available_host_bytes
 
 # nibabel and ITK report problems of files that we report ourselves.
 nibabel.imageglobals.logger.setLevel("CRITICAL")
@@ -276,7 +276,7 @@ def _implausible(header: Header, size: int, is_plain: bool) -> str | None:
             f"truncated or damaged: its header promises {promised:,} bytes of voxels in a file of {size:,}; copy or "
             "convert it again"
         )
-    needed, available = COPIES_WHILE_READING * header.num_bytes, psutil.virtual_memory().available
+    needed, available = COPIES_WHILE_READING * header.num_bytes, available_host_bytes()
     if needed > available:
         return (
             f"{' x '.join(map(str, header.axes))} voxels need {needed / 2**30:.1f} GiB to be read; "

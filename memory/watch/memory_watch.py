@@ -28,6 +28,7 @@ from memory.watch.calibration import corrected, record
 from models.lean.norm.operators import uses_triton
 from runtime.cli import OUT_OF_MEMORY
 from runtime.files import write_text
+from runtime.host_memory import available_host_bytes
 from runtime.observer import current_phase, phase
 from runtime.processes import Process, number_of_processes
 from settings import Settings, UserError, dump_yaml
@@ -358,7 +359,7 @@ def device_bytes(device: torch.device) -> int:
     """Return the memory of the GPU, or on a CPU the memory that this process can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    available = available_host_bytes() + psutil.Process().memory_info().rss
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return available if limit == resource.RLIM_INFINITY else min(available, limit)
 

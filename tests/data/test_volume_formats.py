@@ -122,7 +122,7 @@ def test_a_header_that_promises_more_than_the_file_or_the_memory_can_hold_is_ref
     with pytest.raises(DataError, match=r"truncated or damaged: its header promises .* bytes of voxels in a file of"):
         read_volume(tmp_path / f"bomb{suffix}")
     path = write(tmp_path / f"v{suffix}", random_voxels(0))
-    monkeypatch.setattr("data.formats.psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(formats, "available_host_bytes", lambda: 1000)
     with pytest.raises(DataError, match=r"12 x 10 x 8 voxels need 0\.0 GiB to be read; 0\.0 GiB of memory is free"):
         read_volume(path)
 
