@@ -122,8 +122,8 @@ def main(options: argparse.Namespace) -> None:
     config, run_folder, autoencoder, ldm = (shlex.quote(str(place)) for place in places)
     tuned = f"--config {config} name=finetuned"
     if network == "autoencoder":
-        own = shlex.quote(str(folder.weights("autoencoder")))
-        log.info("next: python train_autoencoder.py %s autoencoder.pretrained=%s", tuned, own)
+        imported = shlex.quote(str(folder.weights("autoencoder")))
+        log.info("next: python train_autoencoder.py %s autoencoder.pretrained=%s", tuned, imported)
     elif network == "ldm":
         log.info("next: python scripts/sample.py --run %s%s", run_folder, " --labels FILE_OR_FOLDER" * has_controlnet)
         log.info("or fine-tune: python train_ldm.py %s ldm.autoencoder=%s ldm.pretrained=%s", tuned, autoencoder, ldm)
