@@ -21,9 +21,17 @@ from torch import Tensor
 from data import DataSplit
 from data.batches import Batch, BatchPlan, VolumeOrder, one_ahead, training_batches
 from data.loading import Pose, in_pose, load_file, random_pose
-from diffusion.conditioning import NOTHING, ConditionBatch, ConditionStore, Pairs, Preparation, prepare_conditions
+from diffusion.conditioning import (
+    NOTHING,
+    ConditionBatch,
+    ConditionStore,
+    Pairs,
+    Preparation,
+    kinds_of,
+    prepare_conditions,
+)
 from diffusion.latent_files import TensorCache, digest_of, latent_key, latent_name
-from diffusion.normalisation import Normalisation, Statistics, pretrained_unet
+from diffusion.normalisation import Normalisation, PretrainedUNet, Statistics, pretrained_unet
 from models.frozen_autoencoder import latents_digest
 from models.volume_codec import VolumeCodec
 from runtime.cli import ProgressBar
@@ -186,6 +194,8 @@ def prepare_latents(
     start = pretrained_unet(settings)
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
+        if learned is None and settings.ldm.conditioning.label_map.controlnet:
+            learned = _learned_by(start, settings)
     num_copies = NUM_COPIES if settings.data.use_augmentation else 0
     autoencoder = latents_digest(codec.autoencoder)
     folder = LATENTS / latent_key(data, autoencoder, codec.precision.name)
@@ -219,6 +229,18 @@ def prepare_latents(
         num_copies=num_copies,
         voxel_effects=voxel_effects(codec, normalisation, mean_map) if has_holes else None,
     )
+
+
+def _learned_by(unet: PretrainedUNet, settings: Settings) -> dict[str, Any]:
+    """Return what a frozen U-Net knows of its conditions: other volumes must not change what a number means to it."""
+    try:
+        return {kind.name: kind.learned(unet.metadata, settings) for kind in kinds_of(settings.ldm.conditioning)}
+    except ValueError as error:
+        reason = printable(str(error).splitlines()[0])
+        raise CheckpointError(
+            f"{unet.path}: does not say how the U-Net's conditions are coded ({reason}); "
+            "give the ldm.safetensors of the run that trained it"
+        ) from None
 
 
 def voxel_effects(codec: VolumeCodec, normalisation: Normalisation, mean_map: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ class PretrainedUNet:
     path: Path
     normalisation: Normalisation
     autoencoder: str | None
+    metadata: Mapping[str, Any]
 
     def check_autoencoder(self, autoencoder: StockAutoencoder) -> None:
         """Raise `CheckpointError` if the U-Net is known to have learned the latents of another autoencoder."""
@@ -172,7 +173,7 @@ def pretrained_unet(settings: Settings) -> PretrainedUNet | None:
         normalisation = Normalisation.stored(metadata, settings.autoencoder.latent_channels)
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged metadata: {error}; copy the file again") from None
-    return PretrainedUNet(path, normalisation, metadata.get("autoencoder"))
+    return PretrainedUNet(path, normalisation, metadata.get("autoencoder"), metadata)
 
 
 def _decisive(settings: Settings) -> dict[str, Any]:

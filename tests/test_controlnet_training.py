@@ -126,6 +126,19 @@ def test_a_controlnet_is_trained_on_a_finished_unet_and_sampled(config, capsys):
         assert "Traceback" not in said
 
 
+def test_numbers_mean_to_a_frozen_unet_what_they_meant_when_it_was_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tabular = {"table": "people.csv", "continuous": ["age"], "categorical": ["sex"]}
+    path = conditional_config(tmp_path, {"tabular": tabular})
+    short = ["ldm.training.max_steps=1", "ldm.training.validate_every=1"]
+    for number, words, options in ((1, "FM", []), (2, "MM", CONTROLLED)):
+        rows = [f"case_{place}.nii.gz,{number * place},{words[place % 2]}" for place in range(8)]
+        Path("people.csv").write_text("\n".join(["file,age,sex", *rows]))
+        assert train_ldm(path, *short, *options) == 0
+    before, after = (load_weights(Path(f"runs/{name}/ldm.safetensors"))[1] for name in ("tiny", "controlled"))
+    assert after["numbers"] == before["numbers"]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
