@@ -158,7 +158,7 @@ def rows_of(table: str, columns: Sequence[str], names: Sequence[str], key: str) 
     counts = Counter(file_names)
     known = {"", *names, *file_names}
     if unknown := [name for name in listed if name not in known]:
-        examples = printable(", ".join(unknown[:3]))
+        examples = shortened(printable(", ".join(unknown[:3])))
         text = f"{counted(len(unknown), 'row')} without a volume of the run, such as {examples}"
         if len(unknown) == len(listed):
             raise DataError(f"{where} has only {text}; give names of files, or paths below data.source")

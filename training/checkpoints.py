@@ -12,6 +12,7 @@ import json
 import logging
 import math
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +122,10 @@ class Checkpoints:
         return state
 
     def _newest_first(self) -> list[Path]:
-        paths = self.folder.glob(f"{self.stage}_step_{'[0-9]' * 8}_{'[0-9a-f]' * 16}.pt")
+        # Not with glob, for which a folder that cannot be read is empty: the run would start again.
+        pattern = f"{self.stage}_step_{'[0-9]' * 8}_{'[0-9a-f]' * 16}.pt"
+        files = self.folder.iterdir() if self.folder.is_dir() else ()
+        paths = [path for path in files if fnmatchcase(path.name, pattern)]
         return sorted(paths, key=lambda path: (_step_and_digest(path)[0], path.lstat().st_mtime_ns), reverse=True)
 
 

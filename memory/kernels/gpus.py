@@ -104,14 +104,14 @@ def _cards() -> Iterator[Gpu]:
 
 GPUS = tuple(_cards())
 DEFAULT = "A100 80GB SXM"
-_DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
+_DIFFERENT = {"c", "d", "grid", "laptop", "m", "max", "mig", "mobile", "notebook", "q", "super", "ti"}
 """Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
 
 def _words(name: str) -> set[str]:
     # The driver names the memory of an H100 or H200 where it names the socket of other cards.
     plain = name.lower().replace("nvidia", "").replace("geforce", "").replace("hbm3e", "sxm").replace("hbm3", "sxm")
-    plain = re.sub(r"(\d{4})s\b", r"\1 super", plain)
+    plain = re.sub(r"(\d{4})[ -]?s\b", r"\1 super", plain)
     return set(re.findall(r"\d+gb|\d+|ti(?=super|laptop)|[a-z]+", re.sub(r"(\d)[ -]gb", r"\1gb", plain)))
 
 

@@ -41,6 +41,20 @@ def test_the_newest_are_kept_and_read_back_and_other_files_left_alone(tmp_path):
     torch.testing.assert_close(state["weight"], torch.full((4,), 3.0))
 
 
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    found = saved(tmp_path, 1)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Of the two, Python's versions call either; permissions do not bind root.
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    for look in (found.newest, found.newest_step):
+        with pytest.raises(PermissionError):
+            look()
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_a_damaged_newest_is_named_set_aside_and_the_one_before_is_used(tmp_path, caplog, damage):
     found = saved(tmp_path, 1, 2)
