@@ -173,6 +173,13 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
         assert found.ldm.conditioning.is_used, block
 
 
+def test_the_overrides_for_maisis_older_unet_suit_its_preset():
+    (overrides,) = re.findall(r"The older U-Net[^`]*`([^`]+)`", TEXTS["docs/conditioning.md"])
+    ldm = load_settings(ROOT / "configs" / "maisi.yaml", overrides.split(), stage="ldm").ldm
+    assert (ldm.scheduler.prediction, ldm.scheduler.schedule) == ("epsilon", "scaled_linear_beta")
+    assert ldm.conditioning.scan.inputs == ("top_region", "bottom_region", "spacing")
+
+
 def test_schema_and_reference_are_current():
     for path, text in of_settings().items():
         assert text == path.read_text(encoding="utf-8"), "run python -m scripts.dev.documents --settings"

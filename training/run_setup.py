@@ -19,6 +19,7 @@ import torch
 from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
+from runtime.cli import check_output_folder
 from runtime.files import (
     LATENTS,
     PREPARED,
@@ -62,13 +63,16 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
 
 
 def check_run(settings: Settings, is_dry_run: bool) -> None:
-    """Raise `UserError` before anything slow begins if another process holds the run's lock.
+    """Raise `UserError` before anything slow begins if the run cannot be written or another process holds its lock.
 
     That does not matter to a dry run. Only rank zero tries the lock: ranks that try it at the same time would meet
     each other.
     """
     folder = RunFolder(RUNS / settings.name)
-    if not is_dry_run and os.environ.get("RANK", "0") == "0" and (folder.path / ".lock").exists():
+    if is_dry_run or os.environ.get("RANK", "0") != "0":
+        return
+    check_output_folder(folder.path, "LEAN3D_RUNS")
+    if (folder.path / ".lock").exists():
         with locked(folder):
             pass
 

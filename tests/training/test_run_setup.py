@@ -54,6 +54,15 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(warm, tmp
         assert folder.path.is_dir()
 
 
+def test_a_place_for_runs_that_cannot_be_written_is_named_before_anything_slow(tmp_path, monkeypatch):
+    """Preparing the volumes would say it too, but with a remedy that helps only them."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("training.run_setup.RUNS", tmp_path / "file")
+    with pytest.raises(UserError, match=r"LEAN3D_RUNS: .*file/mine cannot be written \(.*file: Not a directory\)"):
+        check_run(Settings(name="mine"), is_dry_run=False)
+    check_run(Settings(name="mine"), is_dry_run=True)
+
+
 def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):
     monkeypatch.chdir(tmp_path)
     settings = Settings.model_validate(tiny_values)
