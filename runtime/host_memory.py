@@ -23,7 +23,7 @@ def available_host_bytes() -> int:
 
 def _groups() -> Iterator[Path]:
     """Yield the folders of this process's cgroups and of those around them, each of which has limits."""
-    lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.is_file() else []
+    lines = MEMBERSHIP.read_text(errors="surrogateescape").splitlines() if MEMBERSHIP.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -40,8 +40,8 @@ def _left(group: Path) -> float:
         try:
             most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
             pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except OSError:
+            left = float("inf") if most == "max" else int(most) - taken + int(pages.get(cache, 0))
+        except (OSError, ValueError):  # no such limit, or a file that a container shows empty
             continue
-        if most != "max":
-            return int(most) - taken + int(pages.get(cache, 0))
+        return left
     return float("inf")

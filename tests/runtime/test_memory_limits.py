@@ -46,8 +46,8 @@ def test_a_container_sees_its_own_group_as_the_root(cgroups):
     assert available_host_bytes() == 3300
 
 
-@pytest.mark.parametrize("membership", ["0::/job\n", ""])
-def test_without_a_limit_all_that_is_free_may_be_taken(cgroups, membership, monkeypatch):
+@pytest.mark.parametrize(("membership", "limit"), [("0::/job\n", "max"), ("", 0), ("0::/job\n", "")])
+def test_without_a_limit_all_that_is_free_may_be_taken(cgroups, membership, limit, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 123456}))
-    cgroups(membership, {"job": ("max", 1000)}, V2)
+    cgroups(membership, {"job": (limit, 1000)}, V2)
     assert available_host_bytes() == 123456
