@@ -269,30 +269,29 @@ def _encode(
     each channel that map to the ends of the network's range. What is encoded is added to `statistics`.
     """
     files, num_train = (*volumes.train, *volumes.val), len(volumes.train)
-    data, cache = stage_two_data(settings.data), settings.ldm.latents.cache
-    folder = TensorCache(place, settings.latent_shape)
+    data, kept = stage_two_data(settings.data), settings.ldm.latents.cache
+    copies = [range(1 + (num_copies if index < num_train else 0)) for index in range(len(files))]
     facts = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    num_kept = len(files) + num_train * num_copies if cache == "memory" else 0
-    kept = torch.zeros(num_kept, *settings.latent_shape)
 
     def name(index: int, copy: int) -> str:
         return latent_name(files[index], copy, settings.ldm.conditioning.copies_scale)
 
-    def row(index: int, copy: int) -> int:
-        return index if copy == 0 else len(files) + index * num_copies + copy - 1
+    def read(index: int, copy: int) -> Tensor:
+        return cache.read(f"latent of {printable(files[index].name)}", index, copy)
 
+    entries = [(index, copy) for index in range(len(files)) for copy in copies[index]]
+    cache = TensorCache(place, settings.latent_shape, name, entries if kept == "memory" else ())
     share = range(process.rank, len(files), process.world_size)
     with process.raise_on_all_ranks():
         missing = {}
         for index in share:
-            copies = range(1 + (num_copies if index < num_train else 0))
-            found = [folder.find(name(index, copy)) if cache == "disk" else None for copy in copies]
-            missing[index] = [copy for copy in copies if found[copy] is None]
+            found = [cache.find(index, copy) if kept == "disk" else None for copy in copies[index]]
+            missing[index] = [copy for copy in copies[index] if found[copy] is None]
             if (whole := found[0]) is not None:
                 statistics.add(index, whole[0])
                 facts[index] = torch.tensor(whole[1], dtype=torch.float64)
         incomplete = [index for index in share if missing[index]]
-        if cache == "disk" and len(incomplete) < len(share):
+        if kept == "disk" and len(incomplete) < len(share):
             log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), place)
         loading = one_ahead((index, load_file(files[index], data)) for index in incomplete)
         is_hidden = not (process.is_rank_zero and incomplete)
@@ -304,21 +303,14 @@ def _encode(
             for copy in missing[index]:
                 pose = pose_of(settings, loaded.digest, spacing_mm, copy) if copy else None
                 mean = codec.encode(loaded.image if pose is None else in_pose(loaded.image, pose)).cpu()
-                if cache == "disk":
-                    folder.write(name(index, copy), f"latent of {printable(files[index].name)}", mean, known)
-                elif cache == "memory":
-                    kept[row(index, copy)] = mean
+                if kept != "none":
+                    cache.write(f"latent of {printable(files[index].name)}", mean, index, copy, facts=known)
                 if copy == 0:
                     statistics.add(index, mean)
 
+    cache.share(process)
     # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
-    facts = process.sum(facts)
-    if cache == "disk":
-        return lambda index, copy: folder.read(name(index, copy), f"latent of {printable(files[index].name)}"), facts
-    if cache == "none":
-        return None, facts
-    rows = process.sum(kept)
-    return lambda index, copy: rows[row(index, copy)], facts
+    return None if kept == "none" else read, process.sum(facts)
 
 
 def pose_of(settings: Settings, digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:
