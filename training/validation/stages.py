@@ -200,12 +200,12 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         samples.append(to_unit(volume).cpu())
         if conditioning.describes_volumes:
             assert store is not None, "without partners a sample has no target"
-            beside = [
+            conditions = [
                 (kind.replace(" ", ""), f"{'condition volume' if kind == 'volume' else kind} of {file.name}", picture)
                 for kind, picture in store.pictures(latents.held_out_index(place)).items()
             ]
             target = to_unit(load_file(file, latents.settings).image[0])
-            for role, label, voxels in [*beside, ("target", f"{file.name}, real", target)]:
+            for role, label, voxels in [*conditions, ("target", f"{file.name}, real", target)]:
                 factors = (n / m for n, m in zip(latents.settings.voxel_size, voxels.shape, strict=True))
                 spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
                 rows.append(Row.of(label, voxels, spacing_mm))
