@@ -92,4 +92,5 @@ class TensorCache:
 
     def share(self, process: Process) -> None:
         """Give what is in memory to all processes, each of which wrote other entries and left zeros for the others'."""
-        process.sum(self._rows)
+        if self._places:
+            process.sum(self._rows)

@@ -135,7 +135,7 @@ class LatentDiffusionStep(TrainingStep):
         effects = None if latents is None else latents.voxel_effects
         self._voxel_effects = None if effects is None else effects.to(process.device)
         self._facts = {} if latents is None else latents.metadata
-        self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
+        self._partners = None if latents is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)

@@ -106,9 +106,8 @@ class Preparation:
         with self.process.raise_on_all_ranks():
             share = entries[self.process.rank :: self.process.world_size]
             missing = [entry for entry in share if cache.find(*entry) is None]
-            # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-            hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
-            for entry in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
+            is_hidden = not (self.process.is_rank_zero and missing)
+            for entry in ProgressBar(missing, desc=title, unit="volume", leave=False, disable=is_hidden):
                 index, variant, copy = entry
                 pose = None if copy == 0 or self.pose is None else self.pose(index, copy)
                 cache.write("condition", make(index, variant, pose), *entry)

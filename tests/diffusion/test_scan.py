@@ -50,7 +50,6 @@ def vectors(settings: Settings, files: list[VolumeFile]) -> torch.Tensor:
     assert problems == []
     split = DataSplit(tuple(files), ())
     store = prepare_conditions(pairs, Preparation(settings, split, Process(torch.device("cpu")), None))  # type: ignore[arg-type]
-    assert store is not None
     return store.batch(range(len(files))).parts["scan"]
 
 

@@ -70,7 +70,6 @@ def effect(values, volume, is_right: bool = True, decode=lambda latent: latent[:
 
     pairs = check_conditions(settings, split)
     store = prepare_conditions(pairs, Preparation(settings, split, Process(cpu), codec))
-    assert store is not None
     store = ConditionStore({"volume": replace(store.prepared["volume"], read=read)})
     facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
     latents = Latents(split, settings.data, None, normalisation, torch.zeros(()), *facts, conditions=store)

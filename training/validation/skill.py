@@ -205,7 +205,7 @@ class Skill:
         # One at a time, because latents that are not kept come from the GPU and would stay there.
         for index, copy in examples:
             latent = self.latents.latent(index, self.encode, copy)
-            batch = LatentBatch(latent[None], (index,), self.latents.condition([index], [copy]))
+            batch = LatentBatch(latent[None], (index,), self.latents.conditions.batch([index], [copy]))
             rows.append((self.held_out.clean(batch).cpu(), *self.held_out.features(batch)))
         clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():
