@@ -124,11 +124,11 @@ def test_numbers_add_their_embedding_and_nothing_else(tiny_values):
     layers = step.unet.number_embedding
     assert layers is not None
     with torch.no_grad():
-        told, other = (step.unet(noisy, times, numbers=part) for part in (numbers, 2 * numbers))
+        given, other = (step.unet(noisy, times, numbers=part) for part in (numbers, 2 * numbers))
         layers[2].weight.zero_()  # type: ignore[index]
         layers[2].bias.zero_()  # type: ignore[index]
         torch.testing.assert_close(step.unet(noisy, times, numbers=numbers), plain.unet(noisy, times))
-    assert (told - other).abs().max() > 1e-4
+    assert (given - other).abs().max() > 1e-4
 
 
 def test_guidance_compares_with_all_conditions_hidden(tiny_values):

@@ -154,18 +154,18 @@ def test_guidance_is_without_class_plus_scale_times_the_difference(scale):
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "heun"])
 @pytest.mark.parametrize("scale", [3.0, 1.0, 0.0])
-def test_predictions_are_counted_as_the_network_makes_them_and_each_step_is_told_once(tiny_values, sampler, scale):
+def test_predictions_are_counted_as_the_network_makes_them_and_each_step_is_counted_once(tiny_values, sampler, scale):
     tiny_values["ldm"] |= {
         "conditioning": {"type": "class", "num_classes": 3},
         "scheduler": {"type": "rflow" if sampler == "heun" else "ddpm"},
         "sampling": {"sampler": sampler, "num_inference_steps": 7, "guidance_scale": scale},
     }
-    settings, network, told = Settings.model_validate(tiny_values), ByLabel(), []
+    settings, network, steps = Settings.model_validate(tiny_values), ByLabel(), []
     codec = SimpleNamespace(precision=SimpleNamespace(device=CPU), decode=lambda latent: latent)
     sampler = VolumeSampler(network, codec, settings, Normalisation.uniform(3))  # type: ignore[arg-type]
-    next(sampler.draw([0], on_step=lambda: told.append(1)))
+    next(sampler.draw([0], on_step=lambda: steps.append(1)))
     assert num_predictions(settings.ldm) == network.sizes
-    assert len(told) == 7
+    assert len(steps) == 7
 
 
 def test_padding_is_zeros_at_the_far_ends_and_is_cut_off_again():

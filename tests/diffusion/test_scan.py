@@ -1,4 +1,4 @@
-"""What MAISI's U-Net is told of a scan: numbers in its units, each volume's own, and words that a command gives."""
+"""What MAISI's U-Net takes of a scan: numbers in its units, each volume's own, and words that a command gives."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TARGET = {"encoding": "resample", "source": "target"}
 
 
 class DrawsItsCondition(torch.nn.Module):
-    """Predicts the noise that leaves the first joined channel, whatever the noisy latent."""
+    """Predicts the noise that leaves the first concatenated channel, whatever the noisy latent."""
 
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
         """Return what makes the clean latent equal to the condition, for rectified flow."""
