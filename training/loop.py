@@ -41,7 +41,7 @@ def run_loop(
             process.barrier()  # the preview is rank zero's work alone
 
     last_step = None if training.max_hours is not None else training.max_steps
-    clock = RunClock(run.first_step, last_step, schedule.seconds_left)
+    clock = RunClock(run.first_step, last_step, training.validate_every, schedule.seconds_left)
 
     def is_validated_at(done: int) -> bool:
         return done > 0 and (done % training.validate_every == 0 or schedule.is_over(done))

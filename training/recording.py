@@ -54,11 +54,12 @@ class RunClock:
         self,
         first_step: int,
         last_step: int | None,
+        validate_every: int = 1,
         seconds: float | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.first_step, self.last_step = first_step, last_step
-        self._seconds, self._now = seconds, now
+        self._validate_every, self._seconds, self._now = validate_every, seconds, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
         self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
@@ -93,13 +94,14 @@ class RunClock:
         return sum(seconds for _, seconds in self._intervals) / steps if steps else None
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the predicted time of the rest of the run, with as many pauses for each step as before."""
+        """Return the predicted time of the rest of the run, with a share of the pauses so far for each step."""
         of_step = self.seconds_per_step
         if of_step is None:
             return None
         if self.last_step is None:
             return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
-        return (self.last_step - step) * (of_step + self._paused / (step - self.first_step))
+        # A resumed run may validate after few steps, or before its first; the next validation is far away nevertheless.
+        return (self.last_step - step) * (of_step + self._paused / max(self._validate_every, step - self.first_step))
 
 
 def duration_text(seconds: float) -> str:

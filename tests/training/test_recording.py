@@ -17,7 +17,7 @@ class FakeTime:
 
 def test_the_rest_of_a_run_takes_its_last_steps_and_a_share_of_its_pauses():
     time, predicted = FakeTime(), {}
-    clock = RunClock(0, 400, now=time)
+    clock = RunClock(0, 400, validate_every=50, now=time)
     assert clock.seconds_left(0) is None
     for done in range(1, 401):
         # The first step also chooses kernels; from the hundredth on steps are slower.
@@ -36,9 +36,22 @@ def test_the_rest_of_a_run_takes_its_last_steps_and_a_share_of_its_pauses():
     assert predicted[400] == 0
 
 
+def test_a_validation_of_a_resumed_run_counts_for_the_steps_between_two():
+    time = FakeTime()
+    clock = RunClock(998, 2000, validate_every=100, now=time)
+    for done in range(999, 1011):
+        time.now += 1.0
+        clock.step_done()
+        if done == 1000:
+            time.now += 50.0
+            clock.pause(50.0)
+    clock.mark(1010)
+    assert clock.seconds_left(1010) == pytest.approx(990 * (1 + 50 / 100))
+
+
 def test_a_run_with_a_time_limit_has_what_is_left_of_it():
     time = FakeTime()
-    clock = RunClock(3, None, 60.0, time)
+    clock = RunClock(3, None, seconds=60.0, now=time)
     for done in (4, 5):
         time.now += 20.0
         clock.step_done()
