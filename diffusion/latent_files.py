@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from data.formats import content_digest
 from data.store import ArrayFolder, StoredError
 from data.volumes import VolumeFile
+from runtime.processes import Process
 from settings import DataError, DataSettings
 
 # Part of the key: change it whenever the same volume and weights would be stored differently.
@@ -45,18 +46,28 @@ def digest_of(file: VolumeFile) -> str:
 
 
 class TensorCache:
-    """Tensors of one shape on disk, one file per name."""
+    """Tensors of one shape that are made once and read by their entries, such as the number of a volume and of a copy.
 
-    def __init__(self, folder: Path, shape: Sequence[int]) -> None:
-        self.arrays, self.shape = ArrayFolder(folder), tuple(shape)
+    Each is a file that `name_of` names by its entry or, of entries that are `in_memory`, a row of one tensor.
+    """
 
-    def find(self, name: str) -> tuple[Tensor, Any] | None:
+    def __init__(
+        self, folder: Path, shape: Sequence[int], name_of: Callable[..., str], in_memory: Sequence[tuple[int, ...]] = ()
+    ) -> None:
+        self.arrays, self.shape, self.name_of = ArrayFolder(folder), tuple(shape), name_of
+        self._places = {entry: place for place, entry in enumerate(in_memory)}
+        self._rows = torch.zeros(len(in_memory), *shape)
+
+    def find(self, *entry: int) -> tuple[Tensor, Any] | None:
         """Return a tensor and its facts; None if it must be made, because it is missing or, as is logged, damaged."""
-        found = self.arrays.find(name, self.shape)
+        found = None if self._places else self.arrays.find(self.name_of(*entry), self.shape)
         return None if found is None else (torch.from_numpy(found[0]).clone(), found[1])
 
-    def read(self, name: str, what: str) -> Tensor:
+    def read(self, what: str, *entry: int) -> Tensor:
         """Return a tensor; raise `DataError`, which says of `what` it is, if it cannot be used."""
+        if self._places:
+            return self._rows[self._places[entry]]
+        name = self.name_of(*entry)
         try:
             # A copy, because matrix products may sum in another order where memory is aligned in another way.
             return torch.from_numpy(self.arrays.read(name, self.shape)[0]).clone()
@@ -66,12 +77,20 @@ class TensorCache:
                 "to make it; several machines need a shared folder, or ldm.latents.cache: memory"
             ) from None
 
-    def write(self, name: str, what: str, tensor: Tensor, facts: Any = None) -> None:
-        """Write a tensor and its facts atomically."""
+    def write(self, what: str, tensor: Tensor, *entry: int, facts: Any = None) -> None:
+        """Write a tensor and, on disk, its facts, atomically."""
+        if self._places:
+            self._rows[self._places[entry]] = tensor
+            return
         try:
-            self.arrays.write(name, tensor.numpy(), facts)
+            self.arrays.write(self.name_of(*entry), tensor.numpy(), facts)
         except OSError as error:
             raise DataError(
                 f"{self.arrays.folder}: the {what} could not be written ({error}); free some space, or set "
                 "ldm.latents.cache: memory"
             ) from None
+
+    def share(self, process: Process) -> None:
+        """Give what is in memory to all processes, each of which wrote other entries and left zeros for the others'."""
+        if self._places:
+            process.sum(self._rows)

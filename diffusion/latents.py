@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Latents:
     upper: tuple[float, ...]
     autoencoder: str
     pin_memory: bool = False
-    conditions: ConditionStore | None = None
+    conditions: ConditionStore = field(default_factory=ConditionStore)
     num_copies: int = 0
     voxel_effects: Tensor | None = None
 
@@ -110,12 +110,12 @@ class Latents:
             most = self.num_copies
             copies = [int(plan.sample_rng(p).integers(0, most, endpoint=True)) if most else 0 for p in chunk]
             latents = [read(index, copy) for index, copy in zip(indices, copies, strict=True)]
-            batch = LatentBatch(torch.stack(latents), tuple(chunk), self.condition(indices, copies, passes))
+            batch = LatentBatch(torch.stack(latents), tuple(chunk), self.conditions.batch(indices, copies, passes))
             return batch.pin_memory() if self.pin_memory else batch
 
         def with_condition(batch: Batch) -> VolumeBatch:
             passes = [position // number for position in batch.positions]
-            condition = self.condition([order(position) for position in batch.positions], None, passes)
+            condition = self.conditions.batch([order(position) for position in batch.positions], passes=passes)
             return VolumeBatch(batch.image, batch.positions, batch.files, condition)
 
         if (read := self.read) is None:
@@ -133,17 +133,11 @@ class Latents:
             chosen = share[start : start + batch_size]
             indices = [len(self.volumes.train) + place for place in chosen]
             latents = [self.latent(index, encode) for index in indices]
-            yield LatentBatch(torch.stack(latents), tuple(chosen), self.condition(indices))
-
-    def condition(
-        self, indices: Sequence[int], copies: Sequence[int] | None = None, passes: Sequence[int] | None = None
-    ) -> ConditionBatch:
-        """Return the conditions of volumes by their indices, held-out volumes after training volumes."""
-        return NOTHING if self.conditions is None else self.conditions.batch(indices, passes, copies)
+            yield LatentBatch(torch.stack(latents), tuple(chosen), self.conditions.batch(indices))
 
     def held_out_condition(self, positions: Sequence[int]) -> ConditionBatch:
         """Return the conditions of samples: those of the held-out volumes in turn."""
-        return self.condition([self.held_out_index(position) for position in positions])
+        return self.conditions.batch([self.held_out_index(position) for position in positions])
 
     def held_out_index(self, position: int) -> int:
         """Return the index of the held-out volume whose conditions a sample has."""
@@ -160,8 +154,8 @@ class Latents:
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
         names = ("spacing_mm", "lower", "upper", "autoencoder")
-        learned = {} if self.conditions is None else self.conditions.metadata
-        return {**{name: getattr(self, name) for name in names}, "class_names": self.volumes.class_names, **learned}
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "class_names": self.volumes.class_names, **self.conditions.metadata}
 
 
 def stage_two_data(s: DataSettings) -> DataSettings:
@@ -269,30 +263,29 @@ def _encode(
     each channel that map to the ends of the network's range. What is encoded is added to `statistics`.
     """
     files, num_train = (*volumes.train, *volumes.val), len(volumes.train)
-    data, cache = stage_two_data(settings.data), settings.ldm.latents.cache
-    folder = TensorCache(place, settings.latent_shape)
+    data, mode = stage_two_data(settings.data), settings.ldm.latents.cache
+    copies = [range(1 + (num_copies if index < num_train else 0)) for index in range(len(files))]
     facts = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    num_kept = len(files) + num_train * num_copies if cache == "memory" else 0
-    kept = torch.zeros(num_kept, *settings.latent_shape)
 
     def name(index: int, copy: int) -> str:
         return latent_name(files[index], copy, settings.ldm.conditioning.copies_scale)
 
-    def row(index: int, copy: int) -> int:
-        return index if copy == 0 else len(files) + index * num_copies + copy - 1
+    def read(index: int, copy: int) -> Tensor:
+        return cache.read(f"latent of {printable(files[index].name)}", index, copy)
 
+    entries = [(index, copy) for index in range(len(files)) for copy in copies[index]]
+    cache = TensorCache(place, settings.latent_shape, name, entries if mode == "memory" else ())
     share = range(process.rank, len(files), process.world_size)
     with process.raise_on_all_ranks():
         missing = {}
         for index in share:
-            copies = range(1 + (num_copies if index < num_train else 0))
-            found = [folder.find(name(index, copy)) if cache == "disk" else None for copy in copies]
-            missing[index] = [copy for copy in copies if found[copy] is None]
+            found = [cache.find(index, copy) if mode == "disk" else None for copy in copies[index]]
+            missing[index] = [copy for copy in copies[index] if found[copy] is None]
             if (whole := found[0]) is not None:
                 statistics.add(index, whole[0])
                 facts[index] = torch.tensor(whole[1], dtype=torch.float64)
         incomplete = [index for index in share if missing[index]]
-        if cache == "disk" and len(incomplete) < len(share):
+        if mode == "disk" and len(incomplete) < len(share):
             log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), place)
         loading = one_ahead((index, load_file(files[index], data)) for index in incomplete)
         is_hidden = not (process.is_rank_zero and incomplete)
@@ -304,21 +297,14 @@ def _encode(
             for copy in missing[index]:
                 pose = pose_of(settings, loaded.digest, spacing_mm, copy) if copy else None
                 mean = codec.encode(loaded.image if pose is None else in_pose(loaded.image, pose)).cpu()
-                if cache == "disk":
-                    folder.write(name(index, copy), f"latent of {printable(files[index].name)}", mean, known)
-                elif cache == "memory":
-                    kept[row(index, copy)] = mean
+                if mode != "none":
+                    cache.write(f"latent of {printable(files[index].name)}", mean, index, copy, facts=known)
                 if copy == 0:
                     statistics.add(index, mean)
 
+    cache.share(process)
     # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
-    facts = process.sum(facts)
-    if cache == "disk":
-        return lambda index, copy: folder.read(name(index, copy), f"latent of {printable(files[index].name)}"), facts
-    if cache == "none":
-        return None, facts
-    rows = process.sum(kept)
-    return lambda index, copy: rows[row(index, copy)], facts
+    return None if mode == "none" else read, process.sum(facts)
 
 
 def pose_of(settings: Settings, digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:

@@ -262,7 +262,6 @@ def condition_effect(sampler: VolumeSampler, latents: Latents, held_out: Sequenc
     means too.
     """
     settings, store = sampler.settings, latents.conditions
-    assert store is not None, "without conditions there is no effect"
     s = settings.ldm.conditioning
     right = latents.held_out_condition(held_out)
     conditions = {"right": right, "shuffled": right.rows([*range(1, len(held_out)), 0])}

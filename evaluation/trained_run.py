@@ -106,7 +106,7 @@ class TrainedRun:
         if path.is_file():
             weights, metadata = load_weights(path)
             now, last = checkpoints.newest_step(), metadata.get("step")
-            # Files of older versions do not say after which step they were written. A run that has fewer steps than
+            # Imported files do not say after which step they were written. A run that has fewer steps than
             # that has been started again.
             is_current = self.best == stage or last is None or now in (0, last)
             if not is_current and stage == "autoencoder":  # on whose finished weights stage 2 was trained

@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
         check_output_file(options.json)
     from evaluation.benchmarks import document_text, measure_peaks
 
-    with ProgressBar(unit="", leave=False, disable=options.quiet) as bar:
+    with ProgressBar(unit="", leave=False) as bar:
 
         def progress(what: str) -> None:
             bar.set_postfix_str(what)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     from evaluation.quality import evaluate_reconstructions, evaluate_stage_two
     from evaluation.report import write_report
     from evaluation.trained_run import TrainedRun
-    from runtime.files import write_text
+    from runtime.files import counted, write_text
 
     if options.json is not None:
         check_output_file(options.json)
@@ -88,12 +87,11 @@ def main(options: argparse.Namespace) -> int:
     table = _table(results)
     print(table)
     undefined: list[str] = []
-    valid = _without_nan(results, undefined) | ({"undefined": undefined} if undefined else {})
+    # JSON has no NaN and no infinity: they become null.
+    valid = json.loads(json.dumps(results), parse_constant=undefined.append)
     if undefined:
-        log.warning(
-            "not a finite number: %s; volumes that are identical or constant, or too few, leave them undefined",
-            ", ".join(undefined),
-        )
+        text = "%s not finite, null in the results; volumes that are identical or constant, or too few, leave them so"
+        log.warning(text, counted(len(undefined), "figure"))
     if options.json is not None:
         write_output(options.json, json.dumps(valid, indent=2, allow_nan=False) + "\n")
     try:
@@ -102,18 +100,6 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0
-
-
-def _without_nan(value: Any, undefined: list[str], where: str = "") -> Any:
-    """Return nested results with null in place of NaN and infinity; add to `undefined` where they were."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item, undefined, f"{where}.{key}" if where else key) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item, undefined, f"{where}.{number}") for number, item in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        undefined.append(where)
-        return None
-    return value
 
 
 def _table(results: dict[str, Any]) -> str:

@@ -104,11 +104,10 @@ def test_batches_are_the_same_wherever_latents_are_kept_and_volumes_normalised(c
         codec = frozen_codec(settings, process)
         latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
-        assert latents.conditions is not None
         conditions = [batch.condition for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
         found.append(([one.unet_inputs["channels"] for one in conditions], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
-    parts = latents.condition(range(len(volumes.train))).parts
+    parts = latents.conditions.batch(range(len(volumes.train))).parts
     labels, values, known = parts["label map"], parts["volume"][:, :-1].double(), parts["volume"][:, -1:]
     torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
     torch.testing.assert_close(values.mean(dim=(0, 2, 3, 4)), torch.zeros(num_channels).double(), rtol=0, atol=1e-5)
@@ -189,9 +188,8 @@ def test_augmented_copies_have_their_label_maps_and_condition_volumes_in_their_p
     frozen = frozen_codec(settings, process)
     codec = Averaging(frozen.autoencoder, settings.autoencoder, frozen.precision)
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
-    conditions, seen = latents.conditions, set()
-    assert conditions is not None
-    normalisation = Normalisation.stored(conditions.metadata, 1, "condition")
+    seen = set()
+    normalisation = Normalisation.stored(latents.conditions.metadata, 1, "condition")
     for step in latents.training_batches(BatchPlan(3, 4, 1), 0, 40):
         for batch in step:
             assert isinstance(batch, LatentBatch)

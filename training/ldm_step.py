@@ -135,7 +135,7 @@ class LatentDiffusionStep(TrainingStep):
         effects = None if latents is None else latents.voxel_effects
         self._voxel_effects = None if effects is None else effects.to(process.device)
         self._facts = {} if latents is None else latents.metadata
-        self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
+        self._partners = None if latents is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)
@@ -163,7 +163,7 @@ class LatentDiffusionStep(TrainingStep):
     def next_command(self, run: RunFolder) -> str:
         """Return the command that draws samples, with an option for each condition that takes files."""
         kinds = kinds_of(self.settings.ldm.conditioning)
-        options = [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options if kind.takes(option)]
+        options = [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options]
         return " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *options])
 
     def backward(self, micro_batches: Sequence[LatentBatch | VolumeBatch], step: int) -> dict[str, Tensor]:

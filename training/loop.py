@@ -34,19 +34,14 @@ def run_loop(
     keep = BestWeights(step, folder, run.first_step)
 
     def run_validation(done: int) -> None:
-        with watch.guard(folder.path, done - 1, "validation", saved), recorder.paused("validation"):
+        with watch.guard(folder.path, done - 1, "validation", saved), recorder.paused():
             metrics, preview = validate()
             keep(done, metrics)
             show(recorder, done, metrics, preview)
             process.barrier()  # the preview is rank zero's work alone
 
-    clock = RunClock(
-        run.first_step,
-        last_step=None if training.max_hours is not None else training.max_steps,
-        validate_every=training.validate_every,
-        save_every=training.save_every,
-        seconds=schedule.seconds_left,
-    )
+    last_step = None if training.max_hours is not None else training.max_steps
+    clock = RunClock(run.first_step, last_step, training.validate_every, schedule.seconds_left)
 
     def is_validated_at(done: int) -> bool:
         return done > 0 and (done % training.validate_every == 0 or schedule.is_over(done))
@@ -77,7 +72,7 @@ def run_loop(
 
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
-                with recorder.paused("save"):
+                with recorder.paused():
                     run.save(done)
                 saved = done
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -43,20 +43,18 @@ class Schedule:
 
     def __init__(self, settings: TrainingSettings) -> None:
         self.settings = settings
-        self._clock: Callable[[], float] = time.monotonic
         self.seconds = 0.0
-        self._resumed_at = self._clock()
+        self._resumed_at = time.monotonic()
 
-    def start(self, seconds: float | None = None, clock: Callable[[], float] | None = None) -> None:
-        """Start the clock at `seconds`, which a resumed run takes from its checkpoint; `clock` replaces wall time."""
-        self._clock = clock or self._clock
+    def start(self, seconds: float | None = None) -> None:
+        """Start the clock at `seconds`, which a resumed run takes from its checkpoint."""
         self.seconds = self.seconds if seconds is None else seconds
-        self._resumed_at = self._clock() - self.seconds
+        self._resumed_at = time.monotonic() - self.seconds
 
     def read_clock(self, process: Process) -> None:
         """Take the time of the first process, so that the learning rate is the same in all of them."""
         if self.settings.max_hours is not None:
-            self.seconds = process.broadcast(self._clock() - self._resumed_at)
+            self.seconds = process.broadcast(time.monotonic() - self._resumed_at)
 
     @property
     def progress(self) -> float | None:

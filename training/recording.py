@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.cli import STEP_LINES, ProgressBar
-from runtime.files import RunFolder, counted, write_text
+from runtime.files import RunFolder, write_text
 from runtime.processes import Process
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ LARGEST_WAIT = 0.1
 
 
 class RunClock:
-    """Measures steps, saves and validations, and predicts the rest of the run from them.
+    """Times the steps of a run, and predicts the rest of it from them.
 
     Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
     because it also chooses kernels and fills caches. A run with a time limit has no `last_step`; `seconds` is the time
@@ -54,18 +54,16 @@ class RunClock:
         self,
         first_step: int,
         last_step: int | None,
-        validate_every: int = 0,
-        save_every: int = 0,
+        validate_every: int = 1,
         seconds: float | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.first_step, self.last_step = first_step, last_step
-        self._validate_every, self._save_every = validate_every, save_every
-        self._seconds, self._now = seconds, now
+        self._validate_every, self._seconds, self._now = validate_every, seconds, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
         self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
-        self._pauses: dict[str, list[float]] = {"save": [], "validation": []}
+        self._paused = 0.0
 
     @property
     def elapsed(self) -> float:
@@ -84,9 +82,9 @@ class RunClock:
             self._intervals.append((step - self._marked_step, now - self._marked_at))
             self._marked_step, self._marked_at = step, now
 
-    def pause(self, kind: str, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Record the time of a save or a validation, which belongs to no step."""
-        self._pauses[kind].append(seconds)
+        self._paused += seconds
         self._marked_at += seconds
 
     @property
@@ -95,34 +93,15 @@ class RunClock:
         steps = sum(count for count, _ in self._intervals)
         return sum(seconds for _, seconds in self._intervals) / steps if steps else None
 
-    def validations_left(self, step: int) -> int:
-        """Return the number of validations after `step`; the last step always has one."""
-        if not self._validate_every or self.last_step is None or step >= self.last_step:
-            return 0
-        return (self.last_step - 1) // self._validate_every - step // self._validate_every + 1
-
     def seconds_left(self, step: int) -> float | None:
-        """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
+        """Return the predicted time of the rest of the run, with a share of the pauses so far for each step."""
         of_step = self.seconds_per_step
         if of_step is None:
             return None
         if self.last_step is None:
             return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
-        saves = (self.last_step - step) // self._save_every if self._save_every else 0
-        left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
-        pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
-        return (self.last_step - step) * of_step + pauses
-
-    def text(self, step: int) -> str:
-        """Return the time left in words; empty before the first interval.
-
-        Until the time of a validation is known, the remaining validations are counted instead.
-        """
-        left = self.seconds_left(step)
-        if left is None:
-            return ""
-        uncounted = 0 if self._pauses["validation"] else self.validations_left(step)
-        return duration_text(left) + (f" + {counted(uncounted, 'validation')}" if uncounted else "")
+        # A resumed run may validate after few steps, or before its first; the next validation is far away nevertheless.
+        return (self.last_step - step) * (of_step + self._paused / max(self._validate_every, step - self.first_step))
 
 
 def duration_text(seconds: float) -> str:
@@ -203,8 +182,8 @@ class Recorder:
         figures = [f"loss {line.get('reconstruction', line.get('diffusion', float('nan'))):.4g}"]
         if speed := self.clock.seconds_per_step:
             figures.append(f"{speed:.3g} s per step")
-        if step != self.clock.last_step and (left := self.clock.text(step)):
-            figures.append(f"{left} left")
+        if step != self.clock.last_step and (left := self.clock.seconds_left(step)) is not None:
+            figures.append(f"{duration_text(left)} left")
         if (peak := line.get("memory_peak_gib", line.get("host_memory_peak_gib"))) is not None:
             figures.append(f"peak {peak:.2f} GiB")
         if (waiting := line[_WAITING]) > LARGEST_WAIT:
@@ -249,13 +228,13 @@ class Recorder:
             self._board.add_image(name, pixels, step, dataformats="HW")
 
     @contextmanager
-    def paused(self, kind: str) -> Iterator[None]:
-        """Exclude the time spent inside the block, a "save" or a "validation", from the throughput."""
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent inside the block, a save or a validation, from the throughput."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         self._since += seconds
-        self.clock.pause(kind, seconds)
+        self.clock.pause(seconds)
 
 
 def drop_later_lines(path: Path, stage: str, step: int) -> None:

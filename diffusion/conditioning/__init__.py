@@ -160,16 +160,16 @@ class ConditionStore:
     learns; None if there are no conditions but classes.
     """
 
-    prepared: Mapping[str, Prepared]
+    prepared: Mapping[str, Prepared] = field(default_factory=dict)
     digest: str | None = None
 
     def batch(
-        self, indices: Sequence[int], passes: Sequence[int] | None = None, copies: Sequence[int] | None = None
+        self, indices: Sequence[int], copies: Sequence[int] | None = None, passes: Sequence[int] | None = None
     ) -> ConditionBatch:
         """Return the conditions of volumes.
 
-        A volume whose condition has variants has another in each pass over the volumes, the first by default. `copies`
-        are the numbers of the volumes' augmented copies.
+        `copies` are the numbers of the volumes' augmented copies. A volume whose condition has variants has another in
+        each pass over the volumes, the first by default.
         """
         first = [0] * len(indices)
         entries = list(zip(indices, passes or first, copies or first, strict=True))
@@ -191,12 +191,10 @@ class ConditionStore:
         return {name: value for kind in self.prepared.values() for name, value in kind.metadata.items()}
 
 
-def prepare_conditions(pairs: Pairs, run: Preparation) -> ConditionStore | None:
-    """Make the conditions of all volumes that are not cached yet; None if there are none."""
+def prepare_conditions(pairs: Pairs, run: Preparation) -> ConditionStore:
+    """Make the conditions of all volumes that are not cached yet."""
     s = run.settings.ldm.conditioning
-    if not (kinds := kinds_of(s)):
-        return None
-    prepared = {kind.name: kind.prepare(pairs.get(kind.name, Partners()), run) for kind in kinds}
+    prepared = {kind.name: kind.prepare(pairs.get(kind.name, Partners()), run) for kind in kinds_of(s)}
     if not s.comes_from_volumes:
         return ConditionStore(prepared)
     by_role = [part for partners in pairs.values() for part in partners.files.items()]

@@ -18,12 +18,10 @@ from data.partners import named_after
 from diffusion.conditioning import KINDS, ConditionBatch, kinds_of
 from diffusion.conditioning.class_label import class_number
 from diffusion.conditioning.kind import Asked, Case, Sample
+from diffusion.conditioning.volume import MAIN
 from models.volume_codec import VolumeCodec
 from runtime.files import printable
 from settings import DataError, UserError
-
-MAIN = "--condition"
-"""The option whose files name the cases, and whose space their samples lie in."""
 
 
 def title_of(files: Mapping[str, str]) -> str | None:
@@ -81,12 +79,13 @@ def _parsed(texts: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 def _check_options(asked: Asked) -> None:
     """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
     s, given = asked.settings.ldm.conditioning, asked.files
-    for kind in (cls(s) for cls in KINDS):
-        taken = {option: what for option, what in kind.options.items() if kind.takes(option)}
+    kinds = kinds_of(s)
+    for option, what in ((option, what) for cls in KINDS for option, what in cls.all_options.items()):
+        if option in given and not any(option in kind.options for kind in kinds):
+            raise UserError(f"{option}: the run was trained without {what}; leave it out")
+    for kind in kinds:
+        taken = kind.options
         missing = [option for option in taken if option not in given]
-        for option, what in kind.options.items():
-            if option in given and option not in taken:
-                raise UserError(f"{option}: the run was trained without {what}; leave it out")
         if missing and len(missing) < len(taken):
             raise UserError(f"{missing[0]}: not given; the run takes {' and '.join(taken)} together; give both")
         if missing and f"ldm.conditioning.{kind.section}" in s.always_given:
@@ -98,9 +97,9 @@ def _check_options(asked: Asked) -> None:
 
 def _cases(asked: Asked, codec: VolumeCodec | None) -> list[Case]:
     """Return the cases of files in the order of their names."""
-    listed = {option: _files_of(asked.files.get(option), option) for kind in KINDS for option in kind.options}
+    listed = {option: _files_of(asked.files.get(option), option) for kind in KINDS for option in kind.all_options}
     files = {option: named_after(paths, listed[MAIN]) for option, paths in listed.items()}
-    first = [files[option] for kind in KINDS for option in list(kind.options)[:1]]
+    first = [files[option] for kind in KINDS for option in list(kind.all_options)[:1]]
     several = {name for paths in first if len(paths) > 1 for name in paths}
     names = sorted(several or files[MAIN] or {name for paths in first for name in paths})
     kinds = kinds_of(asked.settings.ldm.conditioning)

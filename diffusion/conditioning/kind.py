@@ -92,7 +92,6 @@ class Preparation:
         copies = range(1, 1 + self.num_copies)
         entries = [(index, variant, 0) for index in range(len(self.files)) for variant in range(num_variants)]
         entries += [(index, copy, copy) for index in range(len(self.volumes.train)) for copy in copies]
-        rows = {entry: row for row, entry in enumerate(entries)}
 
         def name(index: int, variant: int, copy: int) -> str:
             text = made_from(index, variant)
@@ -101,31 +100,19 @@ class Preparation:
                 text = f"{text} {digest_of(self.volumes.train[index])} {copy}" + ("" if scales else " same size")
             return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-        is_on_disk = self.settings.ldm.latents.cache == "disk"
         text = json.dumps(["condition", VERSION, key], sort_keys=True)
-        folder = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], shape)
-        in_memory = torch.zeros(0 if is_on_disk else len(entries), *shape)
+        place = LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24]
+        cache = TensorCache(place, shape, name, () if self.settings.ldm.latents.cache == "disk" else entries)
         with self.process.raise_on_all_ranks():
             share = entries[self.process.rank :: self.process.world_size]
-            missing = [entry for entry in share if not is_on_disk or folder.find(name(*entry)) is None]
-            # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-            hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
-            for entry in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
+            missing = [entry for entry in share if cache.find(*entry) is None]
+            is_hidden = not (self.process.is_rank_zero and missing)
+            for entry in ProgressBar(missing, desc=title, unit="volume", leave=False, disable=is_hidden):
                 index, variant, copy = entry
-                made = make(index, variant, None if copy == 0 or self.pose is None else self.pose(index, copy))
-                if is_on_disk:
-                    folder.write(name(*entry), "condition", made)
-                else:
-                    in_memory[rows[entry]] = made
-        if not is_on_disk:
-            # One process fills each row and the others leave zeros.
-            self.process.sum(in_memory)
-
-        def read(index: int, variant: int, copy: int) -> Tensor:
-            entry = (index, copy or variant % num_variants, copy)
-            return folder.read(name(*entry), "condition") if is_on_disk else in_memory[rows[entry]]
-
-        return read
+                pose = None if copy == 0 or self.pose is None else self.pose(index, copy)
+                cache.write("condition", make(index, variant, pose), *entry)
+        cache.share(self.process)
+        return lambda index, variant, copy: cache.read("condition", index, copy or variant % num_variants, copy)
 
 
 def block_means(image: Tensor, factors: Sequence[int]) -> Tensor:
@@ -284,7 +271,7 @@ class ConditionKind(ABC):
     section: ClassVar[str]
     """The section of `ldm.conditioning` with its keys."""
     unet_input: ClassVar[Input]
-    options: ClassVar[Mapping[str, str]] = {}
+    all_options: ClassVar[Mapping[str, str]] = {}
     """Options of scripts/sample.py that name files, with what these are."""
 
     def __init__(self, s: ConditioningSettings) -> None:
@@ -309,6 +296,11 @@ class ConditionKind(ABC):
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find and check what the volumes are paired with; append a line to `problems` for each problem."""
         return Partners()
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """Return those of its options whose files the run can use."""
+        return self.all_options
 
     @abstractmethod
     def prepare(self, partners: Partners, run: Preparation) -> Prepared:
@@ -346,10 +338,6 @@ class ConditionKind(ABC):
     def learned(self, metadata: Mapping[str, Any], settings: Settings) -> Any:
         """Return what sampling needs from the metadata of trained weights; raise ValueError if it is wrong."""
         return None
-
-    def takes(self, option: str) -> bool:
-        """Return whether the run can use the files of one of the options."""
-        return self.is_used
 
     def read_files(
         self, paths: Mapping[str, Path], asked: Asked, codec: VolumeCodec | None

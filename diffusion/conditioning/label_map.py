@@ -31,16 +31,12 @@ class LabelMap(ConditionKind):
     name = "label map"
     section = "label_map"
     unet_input: ClassVar[Input] = "channels"
-    options: ClassVar = {"--labels": "label maps"}
+    all_options: ClassVar = {"--labels": "label maps"}
 
     @property
     def is_used(self) -> bool:
         """Return whether label maps reach the U-Net in this way."""
         return self.keys.is_used and bool(self.s.label_map.controlnet) == (self.unet_input == "control")
-
-    def takes(self, option: str) -> bool:
-        """Return whether the run has label maps."""
-        return self.keys.is_used
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the label map of each volume."""

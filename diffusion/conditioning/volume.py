@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 
 HOLE = f"{VOLUME}.degrade.hole"
 
+MAIN = "--condition"
+"""The option whose files name the cases of a command, and whose space their samples lie in."""
+
 
 class ConditionVolume(ConditionKind):
     """A volume on the latent grid (B, C, D, H, W), whose last channel is the share that is known."""
@@ -52,7 +55,12 @@ class ConditionVolume(ConditionKind):
     name = "volume"
     section = "volume"
     unet_input = "channels"
-    options: ClassVar = {"--condition": "condition volumes", "--mask": "holes to fill"}
+    all_options: ClassVar = {MAIN: "condition volumes", "--mask": "holes to fill"}
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """Return the option of condition volumes and, in runs that fill holes, that of their masks."""
+        return self.all_options if self.s.volume.has_hole else {MAIN: self.all_options[MAIN]}
 
     @property
     def num_encodings(self) -> int:
@@ -128,15 +136,11 @@ class ConditionVolume(ConditionKind):
         """Return the normalisation of the channels but for the last."""
         return Normalisation.stored(dict(metadata), self.shape(settings)[0] - 1, "condition")
 
-    def takes(self, option: str) -> bool:
-        """Return whether the run has condition volumes, or fills holes."""
-        return self.s.volume.has_hole if option == "--mask" else self.is_used
-
     def read_files(
         self, paths: Mapping[str, Path], asked: Asked, codec: VolumeCodec | None
     ) -> tuple[Tensor, Space] | None:
         """Return the channels of a condition volume, without what its mask covers, and its space."""
-        path, mask = paths.get("--condition"), paths.get("--mask")
+        path, mask = paths.get(MAIN), paths.get("--mask")
         if path is None:
             return None
         s, data, on_grid, in_file = self.s.volume, asked.settings.data, None, None

@@ -124,46 +124,26 @@ def test_numbers_add_their_embedding_and_nothing_else(tiny_values):
     layers = step.unet.number_embedding
     assert layers is not None
     with torch.no_grad():
-        told, other = (step.unet(noisy, times, numbers=part) for part in (numbers, 2 * numbers))
+        given, other = (step.unet(noisy, times, numbers=part) for part in (numbers, 2 * numbers))
         layers[2].weight.zero_()  # type: ignore[index]
         layers[2].bias.zero_()  # type: ignore[index]
         torch.testing.assert_close(step.unet(noisy, times, numbers=numbers), plain.unet(noisy, times))
-    assert (told - other).abs().max() > 1e-4
+    assert (given - other).abs().max() > 1e-4
 
 
-def test_a_class_alone_is_hidden_by_the_same_draws_as_ever():
-    s = ConditioningSettings.model_validate({"type": "class", "num_classes": 3, "dropout": 0.3})
-    noise = SampleNoise(7, CPU.device)
-    purposes = []
-
-    def draw(purpose: str) -> torch.Tensor:
-        purposes.append(purpose)
-        return noise.uniform(purpose, range(50))
-
-    classes = torch.arange(50) % 3
-    found = some_hidden(ConditionBatch({"class_label": classes}), s, draw).parts["class_label"]
-    expected = torch.where(noise.uniform("label", range(50)) < 0.3, 3, classes)
-    assert torch.equal(found, expected)
-    assert purposes == ["label"]
-
-
-@pytest.mark.parametrize("conditioning", [LABELS, BOTH])
-def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning):
-    step = ldm_step(tiny_values, conditioning=conditioning, sampling={"guidance_scale": 3.0})
+def test_guidance_compares_with_all_conditions_hidden(tiny_values):
+    step = ldm_step(tiny_values, conditioning=BOTH, sampling={"guidance_scale": 3.0})
     step.unet.eval()
     torch.manual_seed(0)
     grid = step.settings.latent_shape[1:]
     noisy, times = torch.randn(2, 3, *grid), torch.tensor([500, 500])
     maps = shares(2, *grid)
-    is_class = "type" in conditioning
-    classes = {"class_label": torch.tensor([0, 2])} if is_class else {}
-    given = ConditionBatch({**classes, "label map": maps})
-    inputs = {"class_labels": torch.tensor([0, 2])} if is_class else {}
-    hidden_inputs = {"class_labels": torch.tensor([3, 3])} if is_class else {}
+    classes, no_class = torch.tensor([0, 2]), torch.tensor([3, 3])
+    given = ConditionBatch({"class_label": classes, "label map": maps})
     with torch.no_grad():
         found = guided(step.unet, step.settings.ldm, given)(noisy, times)
-        with_all = step.unet(torch.cat([noisy, maps], dim=1), times, **inputs)
-        without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **hidden_inputs)
+        with_all = step.unet(torch.cat([noisy, maps], dim=1), times, class_labels=classes)
+        without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, class_labels=no_class)
     # Batches of two and of four may be summed in another order, and guidance multiplies what that changes.
     torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-4)
     assert (with_all - without).abs().max() > 1e-4

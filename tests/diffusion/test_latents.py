@@ -14,11 +14,9 @@ import torch
 from data import VolumeFile, prepare_volumes
 from data.batches import BatchPlan, VolumeOrder
 from data.loading import load_file
-from diffusion.conditioning import ConditionStore
 from diffusion.conditioning.class_label import check_classes, class_number
-from diffusion.conditioning.kind import Prepared
 from diffusion.latent_files import TensorCache, latent_key, latent_name
-from diffusion.latents import LATENTS, LatentBatch, pose_of, prepare_latents
+from diffusion.latents import LATENTS, pose_of, prepare_latents
 from models import build_autoencoder
 from models.frozen_autoencoder import freeze
 from models.volume_codec import VolumeCodec
@@ -227,29 +225,34 @@ MEAN = torch.arange(24.0).view(SHAPE)
 FACTS = [1.0, 2.0, 100.0]
 
 
+def cache_in(folder: Path, shape: tuple[int, ...] = SHAPE) -> TensorCache:
+    return TensorCache(folder, shape, "ab".__getitem__)
+
+
 @pytest.fixture
 def cache(tmp_path) -> TensorCache:
     """Two latents on disk."""
-    found = TensorCache(tmp_path / "latents", SHAPE)
-    for number, name in enumerate("ab"):
-        found.write(name, "latent of v0.nii.gz", MEAN + number, FACTS)
+    found = cache_in(tmp_path / "latents")
+    for number in range(2):
+        found.write("latent of v0.nii.gz", MEAN + number, number, facts=FACTS)
     return found
 
 
-def test_a_latent_comes_back_with_its_facts_in_its_shape(cache):
-    found = cache.find("b")
+def test_a_latent_comes_back_with_its_facts_in_its_shape(cache, tmp_path):
+    found = cache.find(1)
     assert found is not None
     assert found[1] == FACTS
     assert torch.equal(found[0], MEAN + 1)
-    assert torch.equal(cache.read("b", ""), MEAN + 1)
-    assert cache.find("c") is None
-    other = TensorCache(cache.arrays.folder, (3, 2, 2, 1))
-    assert other.find("a") is None
+    assert torch.equal(cache.read("", 1), MEAN + 1)
+    cache.arrays.path_of("b").unlink()
+    assert cache.find(1) is None
+    other = cache_in(tmp_path / "latents", (3, 2, 2, 1))
+    assert other.find(0) is None
     with pytest.raises(DataError, match="cannot be used, it holds something else"):
-        other.read("a", "latent")
-    (cache.arrays.folder.parent / "file").write_text("in the way")
+        other.read("latent", 0)
+    (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
-        TensorCache(cache.arrays.folder.parent / "file", SHAPE).write("a", "latent of v0.nii.gz", MEAN)
+        cache_in(tmp_path / "file").write("latent of v0.nii.gz", MEAN, 0)
 
 
 def test_a_latent_has_the_name_of_the_content_of_its_volume(folder, tmp_path):
@@ -280,10 +283,10 @@ def test_a_latent_that_is_not_the_one_written_is_never_read_and_is_made_again(ca
     damage(cache.arrays.path_of("a"), cache.arrays.path_of("b"))
     text = r"latents/a\.volume: the cached latent of v0\.nii\.gz cannot be used, it.*; run the same"
     with pytest.raises(DataError, match=text):
-        cache.read("a", "latent of v0.nii.gz")
-    assert cache.find("a") is None
+        cache.read("latent of v0.nii.gz", 0)
+    assert cache.find(0) is None
     assert "; it is made again" in caplog.text
-    assert cache.find("b") is not None
+    assert cache.find(1) is not None
 
 
 def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
@@ -314,17 +317,6 @@ def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start():
     assert whole == indices(1, 4, 1) == indices(1, 2, 2) == indices(2, 1, 2)
     assert indices(4, 1, 1, first=3) == whole[3:]
     assert sorted(number for step in whole[:2] for number in step) == [float(n) for n in range(8)]
-
-
-def test_a_batch_carries_positions_and_the_conditions_of_its_volumes():
-    labels = torch.arange(8) % 2
-    store = ConditionStore({"class_label": Prepared(lambda index, number, copy: labels[index])})
-    [batch] = next(iter(latents_of(read, 8, conditions=store).training_batches(BatchPlan(3, 4, 1), 2, 3)))
-    assert isinstance(batch, LatentBatch)
-    assert batch.positions == (8, 9, 10, 11)
-    assert batch.mean.shape == (4, 1, 2, 2, 2)
-    shown = [int(mean.flatten()[0]) for mean in batch.mean]
-    assert batch.condition.parts["class_label"].tolist() == [index % 2 for index in shown]
 
 
 def test_an_error_in_the_reading_thread_reaches_the_training_loop():

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
-from torch import Tensor
 
 from diffusion.noise_process import SMALLEST_SIGNAL, NoiseProcess
-from diffusion.sampling import ddpm
 from settings.ldm import SchedulerSettings
 
 CPU = torch.device("cpu")
@@ -37,41 +35,20 @@ def alpha_bar(s: SchedulerSettings) -> list[float]:
     return kept
 
 
-def step_of_ddpm(ours: NoiseProcess, implied, now: Tensor, after: Tensor, fresh: Tensor) -> Tensor:
-    """Return the latent that the ddpm sampler hands to the network at the time `after`."""
-    seen: list[Tensor] = []
-
-    def denoise(latents: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(latents)
-        return implied
-
-    ddpm(ours, denoise, torch.zeros(SHAPE), [now, after], lambda number: fresh)
-    return seen[1]
-
-
 @pytest.mark.parametrize("schedule", ["scaled_linear_beta", "cosine"])
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-def test_ddpm_noises_and_steps_as_monai_does(schedule, prediction):
+def test_ddpm_noises_as_monai_does(schedule, prediction):
     ours = process(schedule=schedule, prediction=prediction)
     betas = {} if schedule == "cosine" else {"beta_start": 0.0015, "beta_end": 0.0195}
     monai_prediction = {"epsilon": "epsilon", "v": "v_prediction"}[prediction]
     stock = DDPMScheduler(1000, schedule, clip_sample=False, prediction_type=monai_prediction, **betas)
     generator = torch.Generator().manual_seed(0)
-    clean, noise, output = (torch.randn(SHAPE, generator=generator) for _ in range(3))
+    clean, noise = (torch.randn(SHAPE, generator=generator) for _ in range(2))
     times = torch.tensor([3, 500, 960])
     noisy = ours.add_noise(clean, noise, times)
     torch.testing.assert_close(noisy, stock.add_noise(clean, noise, times), rtol=1e-5, atol=1e-5)
     target = noise if prediction == "epsilon" else stock.get_velocity(clean, noise, times)
     torch.testing.assert_close(ours.target(clean, noise, times), target, rtol=1e-5, atol=1e-5)
-    # MONAI's step goes to the neighbouring timestep; its noise is drawn inside, so only the mean is compared.
-    for t in (1, 500, 960):
-        now, after = torch.full((3,), t), torch.full((3,), t - 1)
-        implied = ours.clean_and_noise(output, noisy, now)
-        mean = step_of_ddpm(ours, implied, now, after, torch.zeros(SHAPE))
-        expected = stock._get_mean(t, implied[0], noisy)
-        torch.testing.assert_close(mean, expected, rtol=2e-4, atol=2e-4)
-        spread = step_of_ddpm(ours, implied, now, after, torch.ones(SHAPE)) - mean
-        assert spread.mean().item() == pytest.approx(stock._get_variance(t).sqrt().item(), rel=2e-3)
 
 
 def test_flow_noises_as_monai_does_and_predicts_the_way_to_the_clean_latent():

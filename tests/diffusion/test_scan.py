@@ -1,4 +1,4 @@
-"""What MAISI's U-Net is told of a scan: numbers in its units, each volume's own, and words that a command gives."""
+"""What MAISI's U-Net takes of a scan: numbers in its units, each volume's own, and words that a command gives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def vectors(settings: Settings, files: list[VolumeFile]) -> torch.Tensor:
     assert problems == []
     split = DataSplit(tuple(files), ())
     store = prepare_conditions(pairs, Preparation(settings, split, Process(torch.device("cpu")), None))  # type: ignore[arg-type]
-    assert store is not None
     return store.batch(range(len(files))).parts["scan"]
 
 

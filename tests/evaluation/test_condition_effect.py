@@ -34,7 +34,7 @@ TARGET = {"encoding": "resample", "source": "target"}
 
 
 class DrawsItsCondition(torch.nn.Module):
-    """Predicts the noise that leaves the first joined channel, whatever the noisy latent."""
+    """Predicts the noise that leaves the first concatenated channel, whatever the noisy latent."""
 
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
         """Return what makes the clean latent equal to the condition, for rectified flow."""
@@ -70,7 +70,6 @@ def effect(values, volume, is_right: bool = True, decode=lambda latent: latent[:
 
     pairs = check_conditions(settings, split)
     store = prepare_conditions(pairs, Preparation(settings, split, Process(cpu), codec))
-    assert store is not None
     store = ConditionStore({"volume": replace(store.prepared["volume"], read=read)})
     facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
     latents = Latents(split, settings.data, None, normalisation, torch.zeros(()), *facts, conditions=store)

@@ -80,7 +80,6 @@ def conditional(settings: Settings, process: Process, volumes: DataSplit, found:
     settings = settings.with_overrides({f"ldm.{key}": value for key, value in changes.items()})
     codec = frozen_codec(settings, process)
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
-    assert latents.conditions is not None
     found["condition scale"] = latents.conditions.metadata
     step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)

@@ -15,63 +15,50 @@ class FakeTime:
         return self.now
 
 
-def follow(clock: RunClock, time: FakeTime, last_step: int, step_seconds, validate_every: int, log_every: int = 10):
-    """Run the clock through a whole run; return what it predicted at each log line, and the real duration."""
-    predicted = {}
-    for done in range(1, last_step + 1):
-        time.now += step_seconds(done)
-        if done == 1:
-            clock.step_done()
-        if done % log_every == 0 or done == last_step:
+def test_the_rest_of_a_run_takes_its_last_steps_and_a_share_of_its_pauses():
+    time, predicted = FakeTime(), {}
+    clock = RunClock(0, 400, validate_every=50, now=time)
+    assert clock.seconds_left(0) is None
+    for done in range(1, 401):
+        # The first step also chooses kernels; from the hundredth on steps are slower.
+        time.now += 9.0 if done == 1 else 0.5 if done <= 100 else 2.0
+        clock.step_done()
+        if done % 5 == 0:
             clock.mark(done)
-            predicted[done] = clock.elapsed + (clock.seconds_left(done) or 0)
-        if done % validate_every == 0 or done == last_step:
-            time.now += 3.0
-            clock.pause("save", 3.0)
+            predicted[done] = clock.seconds_left(done)
+        if done % 50 == 0:
             time.now += 20.0
-            clock.pause("validation", 20.0)
-    return predicted, clock.elapsed
+            clock.pause(20.0)
+    assert clock.elapsed == 9.0 + 99 * 0.5 + 300 * 2.0 + 8 * 20.0
+    assert predicted[50] == pytest.approx(350 * 0.5)  # nothing paused yet
+    assert predicted[55] == pytest.approx(345 * (0.5 + 20 / 55))
+    assert predicted[200] == pytest.approx(200 * (2.0 + 3 * 20 / 200))
+    assert predicted[400] == 0
 
 
-def test_prediction_is_exact_for_even_steps_once_a_validation_was_timed():
+def test_a_validation_of_a_resumed_run_counts_for_the_steps_between_two():
     time = FakeTime()
-    clock = RunClock(0, 100, validate_every=30, save_every=30, now=time)
-    predicted, real = follow(clock, time, 100, lambda done: 9.0 if done == 1 else 0.5, validate_every=30)
-    assert real == 9.0 + 99 * 0.5 + 4 * 23.0
-    # Before the first validation, neither its time nor that of a save is known.
-    assert predicted[10] == pytest.approx(real - 4 * 23.0)
-    # Later the pauses are part of the prediction; at a log line the pause of the same step is still to come.
-    for done in (40, 50, 70, 80):
-        assert predicted[done] == pytest.approx(real)
+    clock = RunClock(998, 2000, validate_every=100, now=time)
+    for done in range(999, 1011):
+        time.now += 1.0
+        clock.step_done()
+        if done == 1000:
+            time.now += 50.0
+            clock.pause(50.0)
+    clock.mark(1010)
+    assert clock.seconds_left(1010) == pytest.approx(990 * (1 + 50 / 100))
 
 
-def test_prediction_follows_steps_that_become_slower():
+def test_a_run_with_a_time_limit_has_what_is_left_of_it():
     time = FakeTime()
-    clock = RunClock(0, 1000, validate_every=1000, save_every=1000, now=time)
-    predicted, real = follow(clock, time, 1000, lambda done: 1.0 if done <= 200 else 2.0, validate_every=1000)
-    assert predicted[200] == pytest.approx(1000)
-    assert predicted[400] == pytest.approx(real - 23.0)
-
-
-def test_validations_left_are_those_that_the_loop_will_make():
-    for last_step, every in ((100, 30), (90, 30), (7, 10), (1, 1), (240, 120)):
-        clock = RunClock(0, last_step, validate_every=every)
-        for step in range(last_step + 1):
-            made = [done for done in range(step + 1, last_step + 1) if done % every == 0 or done == last_step]
-            assert clock.validations_left(step) == len(made)
-
-
-def test_the_time_left_counts_validations_until_the_time_of_one_is_known():
-    time = FakeTime()
-    clock = RunClock(0, 20, validate_every=10, save_every=10, now=time)
-    assert clock.text(0) == ""
-    clock.step_done()
-    time.now += 8
-    clock.mark(9)
-    assert clock.text(9) == "11 s + 2 validations"
-    time.now += 100
-    clock.pause("validation", 100)
-    assert clock.text(11) == "1 min 49 s"
+    clock = RunClock(3, None, seconds=60.0, now=time)
+    for done in (4, 5):
+        time.now += 20.0
+        clock.step_done()
+        clock.mark(done)
+    assert (clock.seconds_per_step, clock.seconds_left(5)) == (20.0, 20.0)
+    time.now += 30.0
+    assert clock.seconds_left(5) == 0
 
 
 @pytest.mark.parametrize(

@@ -196,13 +196,11 @@ def laplacian_kurtosis(volume: Tensor) -> float:
     Blends of volumes have soft edges everywhere, real volumes have few sharp ones. NaN for a constant volume.
     """
     values = volume.float()
-    inner = values[:, 1:-1, 1:-1, 1:-1]
-    laplacian = -6 * inner
+    laplacian = -6 * values
     for axis in (1, 2, 3):
-        other = [slice(1, -1) if place in (1, 2, 3) and place != axis else slice(None) for place in range(4)]
-        window = values[tuple(other)]
-        laplacian = laplacian + window.narrow(axis, 0, inner.shape[axis]) + window.narrow(axis, 2, inner.shape[axis])
-    inside = laplacian[inner > OCCUPIED].double()
+        laplacian = laplacian + values.roll(1, axis) + values.roll(-1, axis)
+    values, laplacian = (part[:, 1:-1, 1:-1, 1:-1] for part in (values, laplacian))
+    inside = laplacian[values > OCCUPIED].double()
     inside = inside - inside.mean()
     variance = inside.square().mean()
     return float(inside.pow(4).mean() / variance.square()) if len(inside) and variance > 0 else math.nan

@@ -116,8 +116,8 @@ MAX_VOXELS_OF_OTHERS = 120_000
 MAX_COPIES = 4
 """How many volumes of each kind one validation keeps."""
 
-ROLE = re.compile(r"(?P<kind>input|reconstruction|sample|nearest|real|labelmap|volume|target)_(?P<place>\d+)")
-"""The kind of a volume and its place among those of its kind."""
+ROLE = re.compile(r"(?P<kind>[a-z]+)_(?P<place>\d+)")
+"""What a volume is, such as sample or target, or the kind of condition, and its place among those."""
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,13 @@ def skill_in_words(skill: float, has_holes: bool = False) -> str:
     """Return what a mean skill says about the network; as much as three digits show."""
     skill = round(skill, 3)
     error = f"skill {skill:.3f}: the network's held-out error" + (" in the hole" if has_holes else "")
-    opponent = "the best linear denoiser" + (" given the rest of the volume" if has_holes else "")
+    reference = "the best linear denoiser" + (" given the rest of the volume" if has_holes else "")
     if skill < 1:
-        return f"{error} is on average {1 - skill:.1%} below that of {opponent}"
+        return f"{error} is on average {1 - skill:.1%} below that of {reference}"
     why = "the network is no better yet than a model of means and covariances alone; train longer, or compress more"
     if skill > 10:
         why = "it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly exact"
-    return f"{error} is {skill:.3g} times that of {opponent}; {why}"
+    return f"{error} is {skill:.3g} times that of {reference}; {why}"
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,12 @@ class Skill:
 
     @functools.cached_property
     def denoisers(self) -> list[LinearDenoiser]:
-        """Return all opponents: `denoiser` and, of a run that augments, that of the volumes and their copies."""
+        """Return `denoiser` and, of a run that augments, that of the volumes and their copies."""
         files, copies = range(len(self.latents.volumes.train)), range(self.latents.num_copies + 1)
-        opponents = [self.denoiser]
+        denoisers = [self.denoiser]
         if len(files) < self._most_examples and len(copies) > 1:
-            opponents.append(self._fitted([(i, copy) for copy in copies for i in files][: self._most_examples]))
-        return [opponent for opponent in opponents if opponent is not None]
+            denoisers.append(self._fitted([(i, copy) for copy in copies for i in files][: self._most_examples]))
+        return [denoiser for denoiser in denoisers if denoiser is not None]
 
     @property
     def _most_examples(self) -> int:
@@ -205,7 +205,7 @@ class Skill:
         # One at a time, because latents that are not kept come from the GPU and would stay there.
         for index, copy in examples:
             latent = self.latents.latent(index, self.encode, copy)
-            batch = LatentBatch(latent[None], (index,), self.latents.condition([index], [copy]))
+            batch = LatentBatch(latent[None], (index,), self.latents.conditions.batch([index], [copy]))
             rows.append((self.held_out.clean(batch).cpu(), *self.held_out.features(batch)))
         clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():
@@ -218,14 +218,14 @@ class Skill:
         if not self.denoisers:
             return None
         has_holes = self.latents.voxel_effects is not None
-        number = sum(opponent.num_errors(has_holes) for opponent in self.denoisers)
+        number = sum(denoiser.num_errors(has_holes) for denoiser in self.denoisers)
         totals = torch.zeros(len(self.held_out.levels), number, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)
             for place in range(len(totals)):
                 noise, weights = self.held_out.noise(place, batch).cpu(), self.held_out.weights(batch)
                 noisy = (clean, noise, *self._level(place), features, weights)
-                totals[place] += torch.cat([opponent.errors(*noisy) for opponent in self.denoisers])
+                totals[place] += torch.cat([denoiser.errors(*noisy) for denoiser in self.denoisers])
         return self.process.sum(totals).min(dim=1).values / self.num_held_out
 
     def _level(self, place: int) -> tuple[float, float]:

@@ -186,7 +186,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
     for place, drawn in enumerate(sampler.draw(range(NUM_PREVIEWS), condition_of)):
         volume, name, words = drawn, f"sample {place + 1}", []
         file = others[place % len(others)]
-        known = None if store is None else store.known(latents.held_out_index(place))
+        known = store.known(latents.held_out_index(place)) if conditioning.comes_from_volumes else None
         if known is not None:
             volume = known.kept_in(drawn.cpu(), load_file(file, latents.settings).image)
         if conditioning.type == "class":
@@ -199,13 +199,12 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, ", ".join(words), place)
         samples.append(to_unit(volume).cpu())
         if conditioning.describes_volumes:
-            assert store is not None, "without partners a sample has no target"
-            beside = [
+            conditions = [
                 (kind.replace(" ", ""), f"{'condition volume' if kind == 'volume' else kind} of {file.name}", picture)
                 for kind, picture in store.pictures(latents.held_out_index(place)).items()
             ]
             target = to_unit(load_file(file, latents.settings).image[0])
-            for role, label, voxels in [*beside, ("target", f"{file.name}, real", target)]:
+            for role, label, voxels in [*conditions, ("target", f"{file.name}, real", target)]:
                 factors = (n / m for n, m in zip(latents.settings.voxel_size, voxels.shape, strict=True))
                 spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
                 rows.append(Row.of(label, voxels, spacing_mm))

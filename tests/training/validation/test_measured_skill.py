@@ -72,7 +72,7 @@ def skill_of(
     facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
     latents = Latents(
         *(split, settings.data, lambda index, _: values[index], normalisation, values[0], *facts, False),
-        conditions=conditions,
+        conditions=conditions or ConditionStore(),
         voxel_effects=effects,
     )
     codec = frozen_codec(settings, CPU, load_weights=False)

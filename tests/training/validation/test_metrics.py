@@ -14,7 +14,7 @@ from data.batches import Batch
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
-from training.validation.metrics import SCALE_WEIGHTS, chamfer, iou, ms_ssim, psnr, ssim, summary_vector
+from training.validation.metrics import SCALE_WEIGHTS, chamfer, iou, ms_ssim, ssim, summary_vector
 from training.validation.stages import validate_autoencoder
 
 CPU = Process(torch.device("cpu"))
@@ -55,15 +55,6 @@ def ssim_parts(x: np.ndarray, y: np.ndarray, size: int, sigma: float, data_range
     contrast = (2 * covariance + c2) / (var_x + var_y + c2)
     luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
     return float((luminance * contrast).mean()), float(contrast.mean())
-
-
-def test_psnr_is_twenty_log10_of_the_range_over_the_root_mean_square_error():
-    pairs = [pair(12), pair(12, seed=1)]
-    pairs[1] = (pairs[1][0] + 0.3, pairs[1][1])
-    found = psnr(as_batch(*(x for x, _ in pairs)), as_batch(*(y for _, y in pairs)))
-    expected = [20 * math.log10(2 / math.sqrt(((x - y) ** 2).mean())) for x, y in pairs]
-    assert found.tolist() == pytest.approx(expected, abs=1e-3)
-    assert psnr(as_batch(pairs[0][1] * 0 + 0.2), as_batch(pairs[0][1] * 0)).item() == pytest.approx(20, abs=1e-3)
 
 
 @pytest.mark.parametrize(("size", "win"), [(20, 11), (9, 9), (8, 7)])
@@ -137,20 +128,6 @@ def test_shares_and_distances_are_those_of_the_occupied_voxels_of_each_volume():
     assert float(chamfer(grid(), grid((1, 1, 1)), 0.1)) == pytest.approx(8 * math.sqrt(3))
     faint = torch.where(grid((2, 2, 2)) > 0, -0.5, -1.0)  # a quarter of the range
     assert [float(iou(faint, grid((2, 2, 2)), threshold)) for threshold in (0.2, 0.3)] == [1, 0]
-
-
-def test_background_of_a_signed_channel_is_not_occupied():
-    """A velocity is 0 where nothing was seen, which is the middle of its range."""
-    echoes = torch.full((1, 2, 8, 8, 8), -1.0)
-    echoes[:, 1] = 0.25
-    echoes[0, 0, 1, 1, :3] = 1.0
-    echoes[0, 1, 1, 1, :3] = torch.tensor([-1.0, 1.0, 0.9])
-    empty = torch.full_like(echoes, -1.0)
-    empty[:, 1] = 0.25
-    assert float(iou(echoes, echoes, 0.1)) == 1
-    assert float(iou(empty, echoes, 0.1)) == 0
-    assert float(iou(empty + 0.1, echoes, 0.1)) == 0
-    assert float(chamfer(empty, echoes, 0.1)) == pytest.approx(8 * math.sqrt(3))
 
 
 def test_a_volume_without_one_common_value_is_occupied_above_its_lower_end():

@@ -39,9 +39,9 @@ def test_with_features_it_is_the_conditional_mean_of_the_joint_gaussian():
     latents, signal, level, shrinkage, unexplained = examples(9), 0.3, 0.95, 0.1, 0.5
     features = torch.randn(9, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 3
     flat, number = latents.flatten(1), 9
-    centred, told = flat - flat.mean(dim=0), features - features.mean(dim=0)
-    told = told / (told.square().sum() / (number - 1)).sqrt()
-    both = torch.cat([math.sqrt(1 - shrinkage) * centred, told], dim=1)
+    centred, scaled_features = flat - flat.mean(dim=0), features - features.mean(dim=0)
+    scaled_features = scaled_features / (scaled_features.square().sum() / (number - 1)).sqrt()
+    both = torch.cat([math.sqrt(1 - shrinkage) * centred, scaled_features], dim=1)
     joint = both.T @ both / (number - 1)
     rest = shrinkage * centred.square().sum() / (number - 1) / 24
     clean = joint[:24, :24] + rest * torch.eye(24, dtype=flat.dtype)
