@@ -247,9 +247,9 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
 class PreparedFolder(ArrayFolder):
     """The prepared volumes of one way of preparing them, by the hash of the source's bytes."""
 
-    def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
+    def __init__(self, s: DataSettings) -> None:
         decisive = json.dumps([PREPARED_VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
-        super().__init__(root / hashlib.sha256(decisive.encode()).hexdigest()[:24])
+        super().__init__(PREPARED / hashlib.sha256(decisive.encode()).hexdigest()[:24])
         self.grid = tuple(s.voxel_size)
 
     def volume(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
@@ -271,18 +271,16 @@ class Checked:
     problems: tuple[Note, ...]
 
 
-def check_files(
-    paths: Sequence[Path], s: DataSettings, in_channels: int, results_folder: Path = CHECKS
-) -> list[Checked]:
+def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int) -> list[Checked]:
     """Check every file, prepare it if `data.prepared` is disk, and return the results in the order of `paths`.
 
     Only new and changed files, and those whose prepared volume is missing or damaged, are read. What was measured is
-    kept in `results_folder`. If several processes call this, one reads and the others wait for it.
+    kept in runs/checks. If several processes call this, one reads and the others wait for it.
     """
     common = os.path.commonpath([os.path.abspath(path) for path in paths])
     intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r} {s.frame}"
     key = hashlib.sha256(f"{VERSION}\n{common}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    results = results_folder / f"{key}.jsonl"
+    results = CHECKS / f"{key}.jsonl"
     folder = PreparedFolder(s) if s.prepared == "disk" else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive_lock(results.with_suffix(".lock")))
