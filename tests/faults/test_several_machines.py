@@ -145,34 +145,3 @@ def test_a_lost_host_costs_no_step_and_may_join_again(undisturbed, tmp_path, hos
     expected = losses(undisturbed, stage, term)
     assert len(expected) == NUM_STEPS
     torch.testing.assert_close(losses(tmp_path, stage, term), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.slow
-def test_quickstart_on_two_hosts_has_the_losses_of_one_process(tmp_path, hosts):
-    """The commands of scripts/quickstart.sh, with fewer volumes and updates."""
-    sizes = {"autoencoder": 1, "ldm": 4}
-    keys = ("max_steps=4", "log_every=1", "validate_every=4", "save_every=4")
-    shorter = ["--config", str(ROOT / "configs/quickstart.yaml"), "name=tiny", "data.source=phantoms:24"]
-    shorter += [f"{stage}.training.{key}" for stage, n in sizes.items() for key in (f"batch_size={n}", *keys)]
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    for folder in (alone, together):
-        folder.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for stage in sizes:
-        script, accumulate = ROOT / f"train_{stage}.py", f"{stage}.training.gradient_accumulation_steps=2"
-        subprocess.run([sys.executable, script, *shorter, accumulate], cwd=alone, env=environment, check=True)
-        port = free_port()
-        launchers = [
-            host.torchrun(together, f"{stage}_{number}.log", port, "2", script, *shorter)
-            for number, host in enumerate(hosts)
-        ]
-        codes = [launcher.wait(600) for launcher in launchers]
-        assert codes == [0, 0], (together / f"{stage}_0.log").read_text()
-        term = {"autoencoder": "reconstruction", "ldm": "diffusion"}[stage]
-        expected = losses(alone, stage, term)
-        assert len(expected) == 4
-        torch.testing.assert_close(losses(together, stage, term), expected, rtol=1e-5, atol=0)
-    sample = [sys.executable, str(ROOT / "scripts/sample.py"), "--run", "runs/tiny", "--num", "2", "--out", "samples"]
-    for folder in (alone, together):
-        subprocess.run(sample, cwd=folder, env=environment, check=True)
-        assert len(list((folder / "samples").glob("*.nii.gz"))) == 2

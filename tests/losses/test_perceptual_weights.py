@@ -81,14 +81,11 @@ def test_download_goes_to_the_cache_once(cache, server, monkeypatch):
     assert find_weights("lpips-squeeze", None) == cache / file.name
 
 
-def test_damaged_or_missing_download_is_reported_and_leaves_nothing_behind(cache, server, monkeypatch):
+def test_damaged_download_is_reported_and_leaves_nothing_behind(cache, server, monkeypatch):
     serve(server, monkeypatch, b"not what was published", name="net-01234567.pth")
     with pytest.raises(ConfigError, match=r'invalid hash value \(expected "01234567"'):
         find_weights("lpips-squeeze", None)
     assert list(cache.iterdir()) == []
-    (server[0] / "net-01234567.pth").unlink()
-    with pytest.raises(ConfigError, match="could not be downloaded"):
-        find_weights("lpips-squeeze", None)
 
 
 @pytest.mark.parametrize("network", ["lpips-squeeze", "medicalnet-resnet10"])

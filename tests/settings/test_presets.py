@@ -85,10 +85,11 @@ def test_preset_builds_on_the_meta_device(path):
         assert build_unet(settings.ldm, settings.autoencoder.latent_channels)
 
 
-def test_automatic_norm_groups_are_those_of_the_guide_and_of_maisi():
+def test_automatic_norm_groups_are_those_of_the_guide_and_of_maisi_and_attention_is_in_the_middle_if_anywhere():
     groups = {(32, 64, 64): 16, (16, 32, 64): 8, (24, 48, 64): 8, (12, 24, 48): 6, (64, 128, 256): 32}
     found = {channels: Settings.model_validate({"autoencoder": {"num_channels": channels}}) for channels in groups}
     assert {channels: settings.autoencoder.num_groups for channels, settings in found.items()} == groups
+    assert not validate({"autoencoder": {"attention_levels": [False] * 3}}).autoencoder.has_middle_attention
 
 
 FINE_TUNED = {"maisi"}
@@ -174,10 +175,6 @@ def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(t
         if start:
             merged["autoencoder"]["norm_num_groups"] = "auto"
         assert resolved(tmp_path, yaml.safe_dump(merged)) == expected(yaml.safe_dump(merged))
-
-
-def test_disabling_attention_on_every_level_disables_the_middle_attention():
-    assert not validate({"autoencoder": {"attention_levels": [False] * 3}}).autoencoder.has_middle_attention
 
 
 @pytest.mark.parametrize(("preset", "text"), [("high_res", A), ("balanced", B), ("quality", C)])
