@@ -120,11 +120,11 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
         rows, unlabelled = rows_of(s.class_labels, ["label"], [v.name for v in volumes], "data.class_labels")
         volumes = [replace(v, class_name=rows[v.name]["label"] if v.name in rows else None) for v in volumes]
     checked = check_files([volume.path for volume in volumes], s, in_channels)
-    parted = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
-    for place, item in enumerate(checked):
-        if item.path in parted:
-            problem = Note(printable(item.path), parted[item.path])
-            checked[place] = Checked(item.path, None, (*item.problems, problem))
+    elsewhere = dicom.split_series(item.path for item in checked if dicom.is_dicom(item.path))
+    for number, item in enumerate(checked):
+        if item.path in elsewhere:
+            problem = Note(printable(item.path), elsewhere[item.path])
+            checked[number] = Checked(item.path, None, (*item.problems, problem))
     if not s.include_label_maps:
         maps = {c.path for c in checked if c.facts is not None and looks_like_labels(c.facts)}
         if len(maps) == len(checked):
