@@ -137,7 +137,10 @@ def test_volumes_of_one_group_stay_together(val_fraction):
         split(volumes, build_settings(group_by="sub"), 1)
 
 
-def test_patients_with_several_scans_are_reported_once_and_not_with_groups(folder, caplog):
+def test_patients_with_several_scans_are_suspected_by_names_and_reported_once_without_groups(folder, caplog):
+    assert suspected_patients(discovered("patient_1/a.nii", "patient_1/b.nii", "patient_2/a.nii", "v.nii"))
+    for names in (["patient_1/a", "patient_1/b"], ["phantom_0001", "phantom_0002"], ["sub-1.nii", "sub-2.nii"]):
+        assert suspected_patients(discovered(*names)) is None
     for path in folder.iterdir():
         path.rename(folder / f"sub-{int(path.name[1]) // 2}_{path.name}")
     settings = build_settings(source=str(folder), val_fraction=0.4)
@@ -146,13 +149,6 @@ def test_patients_with_several_scans_are_reported_once_and_not_with_groups(folde
     caplog.clear()
     prepare_volumes(settings.model_copy(update={"group_by": "sub-[0-9]+"}), 1, 1)
     assert "several scans" not in caplog.text
-
-
-def test_patients_are_suspected_by_names():
-    assert suspected_patients(discovered("sub-01_a.nii", "sub-01_b.nii", "sub-02_a.nii", "v.nii"))
-    assert suspected_patients(discovered("patient_1/a.nii", "patient_1/b.nii", "patient_2/a.nii"))
-    for names in (["patient_1/a", "patient_1/b"], ["phantom_0001", "phantom_0002"], ["sub-1.nii", "sub-2.nii"]):
-        assert suspected_patients(discovered(*names)) is None
 
 
 def test_one_volume_of_a_4d_file_can_be_chosen(tmp_path):

@@ -31,9 +31,10 @@ OWN = {
 """Keys that only one preset chooses."""
 
 
-def test_the_presets_are_there_with_at_most_134_keys():
+def test_the_presets_are_there_with_at_most_134_keys_and_default_chooses_nothing():
     assert {path.stem for path in PRESETS} >= {"default", "high_res", "balanced", "quality", "ultra_light"}
     assert len(LEAVES) <= 134
+    assert load_settings(ROOT / "configs" / "default.yaml") == Settings(name="default")
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -56,10 +57,6 @@ def test_a_run_folder_gets_every_key_and_a_short_file_what_a_preset_has(path, tm
     assert set(read_document(written).lines) >= set(LEAVES)
     assert ("# default:" in written.read_text()) == (path.stem != "default")
     assert len(short.read_text().splitlines()) <= 75
-
-
-def test_default_chooses_nothing():
-    assert load_settings(ROOT / "configs" / "default.yaml") == Settings(name="default")
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
