@@ -247,9 +247,9 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
 class PreparedFolder(ArrayFolder):
     """The prepared volumes of one way of preparing them, by the hash of the source's bytes."""
 
-    def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
+    def __init__(self, s: DataSettings) -> None:
         decisive = json.dumps([PREPARED_VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
-        super().__init__(root / hashlib.sha256(decisive.encode()).hexdigest()[:24])
+        super().__init__(PREPARED / hashlib.sha256(decisive.encode()).hexdigest()[:24])
         self.grid = tuple(s.voxel_size)
 
     def volume(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
@@ -271,22 +271,20 @@ class Checked:
     problems: tuple[Note, ...]
 
 
-def check_files(
-    paths: Sequence[Path], s: DataSettings, in_channels: int, results_folder: Path = CHECKS
-) -> list[Checked]:
+def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int) -> list[Checked]:
     """Check every file, prepare it if `data.prepared` is disk, and return the results in the order of `paths`.
 
     Only new and changed files, and those whose prepared volume is missing or damaged, are read. What was measured is
-    kept in `results_folder`. If several processes call this, one reads and the others wait for it.
+    kept in runs/checks. If several processes call this, one reads and the others wait for it.
     """
     common = os.path.commonpath([os.path.abspath(path) for path in paths])
     intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r} {s.frame}"
     key = hashlib.sha256(f"{VERSION}\n{common}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    results = results_folder / f"{key}.jsonl"
+    results = CHECKS / f"{key}.jsonl"
     folder = PreparedFolder(s) if s.prepared == "disk" else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive_lock(results.with_suffix(".lock")))
-        measured = _Measured(results)
+        measured, lines = _measured_before(results), None
         # Taken before reading, so that a file written meanwhile is read again next time.
         keys = {path: f"{os.path.abspath(path)}\n{signature(path)}" for path in paths}
         found: dict[Path, VolumeFacts | Note] = {}
@@ -294,7 +292,7 @@ def check_files(
         if folder is not None:
             stack.enter_context(exclusive_lock(folder.folder / ".lock"))
         for path, key in keys.items():
-            facts = measured.facts.get(key)
+            facts = measured.get(key)
             if facts is None or (folder and not problems_of(path, facts, s, in_channels) and not folder.has(facts)):
                 sizes[path] = _num_bytes(path)
             else:
@@ -303,10 +301,15 @@ def check_files(
             number = sum(map(bool, sizes.values()))
             needed = size_text(number * (PAGE + NUMBER.itemsize * in_channels * math.prod(s.voxel_size)))
             log.info("data: preparing %s once, %s in %s", counted(number, "volume"), needed, folder.folder)
+        if sizes:
+            try:
+                lines = stack.enter_context(results.open("a", encoding="utf-8", buffering=1))
+            except OSError as error:
+                log.warning("data: %s cannot be written (%s); volumes will be read again next time", results, error)
         for path, result in _read_all(sizes, s, in_channels, folder):
             found[path] = result
-            if isinstance(result, VolumeFacts):
-                measured.add(keys[path], result)
+            if isinstance(result, VolumeFacts) and lines is not None:
+                lines.write(json.dumps([keys[path], result.to_json()]) + "\n")
     checked = []
     for path in paths:
         result = found[path]
@@ -317,30 +320,15 @@ def check_files(
     return checked
 
 
-class _Measured:
-    """What was measured in each file, by its path and signature: a line of JSON, added as soon as it is measured."""
-
-    def __init__(self, path: Path) -> None:
-        self.facts: dict[str, VolumeFacts] = {}
-        self._path: Path | None = path
-        with contextlib.suppress(OSError):
-            for line in path.read_bytes().splitlines():
-                # A damaged line counts as not written.
-                with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
-                    key, values = json.loads(line)
-                    self.facts[str(key)] = facts_from(values)
-
-    def add(self, key: str, facts: VolumeFacts) -> None:
-        """Write the facts of a file; call it from one thread."""
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, facts.to_json()]) + "\n")
-        except OSError as error:
-            log.warning("data: %s cannot be written (%s); the volumes will be read again next time", self._path, error)
-            self._path = None
+def _measured_before(results: Path) -> dict[str, VolumeFacts]:
+    """Return what was measured in each file, by its path and signature; a damaged line counts as not written."""
+    measured = {}
+    with contextlib.suppress(OSError):
+        for line in results.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+                key, values = json.loads(line)
+                measured[str(key)] = facts_from(values)
+    return measured
 
 
 def _read_all(

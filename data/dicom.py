@@ -207,7 +207,7 @@ def files_of(path: Path) -> list[Path]:
     return [*(image.path for image in images), *folder.unreadable] if images else [path]
 
 
-def parted(paths: Iterable[Path]) -> dict[Path, str]:
+def split_series(paths: Iterable[Path]) -> dict[Path, str]:
     """Return which of these files stand for a part of a series only, each with a text that says where the rest is.
 
     Slices of one series in several folders belong together, unless some of them are at the same places: then the

@@ -73,19 +73,17 @@ def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
     If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
     segmentations and test images. Raises DataError if there is no volume.
     """
-    place = expanded(source)
+    path = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if is_plain_folder(source):
-        return _in_folder(place)
-    if os.path.isdir(place):
-        log.info("data: %s lists the volumes of %s", place / "dataset.json", place)
-        place /= "dataset.json"
-    if place.suffix.lower() == ".json" and os.path.exists(place):
-        return _in_dataset_json(place)
-    what = "is a single file" if os.path.exists(place) else "does not exist"
-    raise DataError(
-        f"data.source: {printable(place)} {what}; a folder, a dataset.json or phantoms is allowed; check it"
-    )
+        return _in_folder(path)
+    if os.path.isdir(path):
+        log.info("data: %s lists the volumes of %s", path / "dataset.json", path)
+        path /= "dataset.json"
+    if path.suffix.lower() == ".json" and os.path.exists(path):
+        return _in_dataset_json(path)
+    what = "is a single file" if os.path.exists(path) else "does not exist"
+    raise DataError(f"data.source: {printable(path)} {what}; a folder, a dataset.json or phantoms is allowed; check it")
 
 
 def is_plain_folder(source: str) -> bool:
@@ -178,8 +176,8 @@ def volumes_under(root: Path, key: str) -> tuple[dict[str, Path], list[Note]]:
                 paths[name] = path
             elif path.is_symlink() and not os.path.exists(path):
                 notes.append(left_out(name, "a link to nothing"))
-    for place in sorted({*dicom_folders}):
-        series, unused = series_in(root, place, key)
+    for folder_of_series in sorted({*dicom_folders}):
+        series, unused = series_in(root, folder_of_series, key)
         paths |= series
         notes += unused
     return paths, notes
@@ -192,19 +190,19 @@ def series_in(root: Path, folder: Path, key: str) -> tuple[dict[str, Path], list
     except OSError as error:
         raise DataError(f"{key}: {printable(folder)} cannot be read ({reason(error)}); check it") from error
     # At the top a series is named by its first file, since a folder may have the name of the top.
-    place = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     firsts, notes = [], []
     for images in scanned.series.values():
         localizers = [image.path.name for image in images if image.is_localizer]
         if localizers:
             why = f"a localizer ({counted(len(localizers), 'image')}), not a volume"
-            notes.append(left_out(f"{place}{localizers[0]}", why))
+            notes.append(left_out(f"{prefix}{localizers[0]}", why))
         firsts += [image.path for image in images if not image.is_localizer][:1]
-    notes += [left_out(f"{place}{path.name}", "DICOM without an image") for path in scanned.others]
-    if place and len(firsts) == 1:
-        return {place[:-1]: firsts[0]}, notes
+    notes += [left_out(f"{prefix}{path.name}", "DICOM without an image") for path in scanned.others]
+    if prefix and len(firsts) == 1:
+        return {prefix[:-1]: firsts[0]}, notes
     # Without a series, unreadable files are named as a problem, because they may have been slices.
-    return {f"{place}{path.name}": path for path in firsts or scanned.unreadable}, notes
+    return {f"{prefix}{path.name}": path for path in firsts or scanned.unreadable}, notes
 
 
 class _Entry(BaseModel):

@@ -77,7 +77,7 @@ def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> 
     canvas.ellipsoid(centre, head * 0.86, tilt, rng.uniform(0.12, 0.18))
     canvas.ellipsoid(centre, head * 0.82, tilt, rng.uniform(0.48, 0.56))
     canvas.ellipsoid(centre, head * rng.uniform(0.60, 0.66), tilt, rng.uniform(0.62, 0.70))
-    canvas.texture(rng, amplitude=0.08)
+    canvas.texture(rng)
 
     # Two ventricles.
     scale = rng.uniform(1.7, 2.1) if kind == "ventricles" else 1.0
@@ -168,10 +168,10 @@ class _Canvas:
         painted = self.voxels[box]
         painted += coverage * (np.float32(value) - painted)
 
-    def texture(self, rng: np.random.Generator, amplitude: float) -> None:
+    def texture(self, rng: np.random.Generator) -> None:
         """Modulate the volume painted so far with two octaves of smooth noise."""
         field = _smooth_noise(rng, self.grid, 6) + np.float32(0.6) * _smooth_noise(rng, self.grid, 14)
-        self.voxels *= 1 + np.float32(amplitude) * field
+        self.voxels *= 1 + np.float32(0.08) * field
 
     def finished(self, rng: np.random.Generator) -> np.ndarray:
         """Add a scanner's blur, bias field and noise; further channels show the same anatomy in another contrast."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +37,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "folder"
 COLUMN = "column:"
-MOST_SECONDS = 10  # for a search with the pattern of `data.group_by`
 
 
 def _sha256(text: str) -> Any:
@@ -124,11 +120,11 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
         rows, unlabelled = rows_of(s.class_labels, ["label"], [v.name for v in volumes], "data.class_labels")
         volumes = [replace(v, class_name=rows[v.name]["label"] if v.name in rows else None) for v in volumes]
     checked = check_files([volume.path for volume in volumes], s, in_channels)
-    parted = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
-    for place, item in enumerate(checked):
-        if item.path in parted:
-            problem = Note(printable(item.path), parted[item.path])
-            checked[place] = Checked(item.path, None, (*item.problems, problem))
+    elsewhere = dicom.split_series(item.path for item in checked if dicom.is_dicom(item.path))
+    for number, item in enumerate(checked):
+        if item.path in elsewhere:
+            problem = Note(printable(item.path), elsewhere[item.path])
+            checked[number] = Checked(item.path, None, (*item.problems, problem))
     if not s.include_label_maps:
         maps = {c.path for c in checked if c.facts is not None and looks_like_labels(c.facts)}
         if len(maps) == len(checked):
@@ -256,7 +252,6 @@ def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> dict[Disc
         raise DataError(
             f"{where} is not a pattern ({error}); folder, column:NAME or a regular expression is allowed; correct it"
         ) from error
-    _require_quick(s.group_by, [volume.name for volume in volumes])
     found = {volume: match for volume in volumes if (match := pattern.search(volume.name))}
     groups = {v: match[1] if pattern.groups and match[1] is not None else match[0] for v, match in found.items()}
     unmatched = [volume for volume in volumes if volume not in groups]
@@ -266,19 +261,6 @@ def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> dict[Disc
             raise DataError(f"{text}; change the pattern, or use folder or column:NAME")
         log.warning("%s; each of the others is a group of its own", text)
     return groups | {volume: f"{volume.name}/" for volume in unmatched}
-
-
-def _require_quick(pattern: str, names: Sequence[str]) -> None:
-    """Raise DataError if a search takes too long, as with (a+)+$; tried in a process that can be stopped."""
-    search = "import json, re, sys; pattern, names = json.load(sys.stdin); [re.search(pattern, name) for name in names]"
-    question = json.dumps([pattern, names]).encode()
-    try:
-        subprocess.run([sys.executable, "-I", "-c", search], input=question, check=False, timeout=MOST_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise DataError(
-            f"data.group_by: {printable(pattern)} takes more than {MOST_SECONDS} seconds to search "
-            f"{counted(len(names), 'name')}; simplify it: no repetitions inside repetitions"
-        ) from error
 
 
 def suspected_pattern(volumes: Sequence[DiscoveredVolume]) -> str | None:

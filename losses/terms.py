@@ -99,24 +99,11 @@ def background(volumes: Tensor) -> Tensor:
     return torch.where(is_common, middle, LOWER_END)[..., None, None]
 
 
-def generator_adversarial_loss(logits: Tensor) -> Tensor:
-    """Return the generator's loss, which pulls the logits of reconstructions to 1."""
-    return _mean_squared_distance(logits, 1.0)
+def adversarial_loss(logits: Tensor, is_real: bool) -> Tensor:
+    """Return the mean squared distance of logits from 1 if they are to be those of real volumes, else from 0, in fp32.
 
-
-def discriminator_loss_real(logits: Tensor) -> Tensor:
-    """Return the real half of the discriminator's loss, which pulls the logits of real volumes to 1.
-
-    The loss is the average of both halves, which are separate so that each can run backward on its own.
+    The generator wants its reconstructions to be taken for real. The discriminator's loss is the average of that of
+    real volumes and that of reconstructions, which are separate so that each can run backward on its own.
     """
-    return _mean_squared_distance(logits, 1.0)
-
-
-def discriminator_loss_fake(logits: Tensor) -> Tensor:
-    """Return the fake half of the discriminator's loss, which pulls the logits of reconstructions to 0."""
-    return _mean_squared_distance(logits, 0.0)
-
-
-def _mean_squared_distance(logits: Tensor, value: float) -> Tensor:
     with torch.autocast(logits.device.type, enabled=False):
-        return (logits.float() - value).square().mean()
+        return (logits.float() - float(is_real)).square().mean()

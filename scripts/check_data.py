@@ -49,17 +49,19 @@ def main(options: argparse.Namespace) -> int:
         print(problem_lines(source.left_out))
     print()
     unpaired = _partner_problems(source, settings)
+    suggested = _suggested(source, settings) if source.usable else None
+    found = _findings(source, settings, unpaired, suggested)
     if options.json is not None:
-        write_output(options.json, json.dumps(_findings(source, settings, unpaired), indent=2) + "\n")
+        write_output(options.json, json.dumps(found, indent=2) + "\n")
     number = len(source.problems) + len(unpaired)
     if number:
         if source.usable:
-            print(f"{_summary(source, None, settings)}\n")
+            print(f"{_summary(source, None, settings, found, suggested)}\n")
         lines = [*([problem_lines(source.problems)] if source.problems else []), *_first(unpaired)]
         print("\n".join([f"{counted(number, 'problem')}:", *lines]))
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
-    print(_summary(source, volumes, settings))
+    print(_summary(source, volumes, settings, found, suggested))
     print("\nnext: " + shlex.join(["python", "train_autoencoder.py", "--config", options.config, *options.overrides]))
     return 0
 
@@ -88,7 +90,7 @@ def _partner_problems(source, settings) -> list[str]:
     return find_partners_of(settings.ldm.conditioning, settings.data, files)[1]
 
 
-def _findings(source, settings, unpaired: list[str]) -> dict:
+def _findings(source, settings, unpaired: list[str], suggested: dict | None) -> dict:
     """Return all results as JSON has them."""
     from data.overview import outlier_lines, range_lines
     from data.volumes import suspected_patients
@@ -103,7 +105,7 @@ def _findings(source, settings, unpaired: list[str]) -> dict:
             spacing = facts.spacing_mm if facts.has_spacing else None
             entry |= {"shape": facts.axes, "spacing_mm": spacing, "type": facts.dtype, "minimum": low, "maximum": high}
         volumes.append(entry)
-    names, usable = _usable(source)
+    names, usable = [volume.name for volume, _ in source.usable], [facts for _, facts in source.usable]
     return {
         "volumes": volumes,
         "problems": [str(problem) for problem in source.problems],
@@ -112,12 +114,8 @@ def _findings(source, settings, unpaired: list[str]) -> dict:
         "ranges": range_lines(usable, settings.data) if usable else [],
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.volumes),
-        "suggested_grid": (_suggested(source, settings) or {}).get("data.voxel_size") if usable else None,
+        "suggested_grid": (suggested or {}).get("data.voxel_size"),
     }
-
-
-def _usable(source) -> tuple[list[str], list]:
-    return [volume.name for volume, _ in source.usable], [facts for _, facts in source.usable]
 
 
 def _suggested(source, settings) -> dict | None:
@@ -129,37 +127,35 @@ def _suggested(source, settings) -> dict | None:
     return suggested_values(fingerprint_of(volumes, facts, settings.data), settings)
 
 
-def _summary(source, volumes, settings) -> str:
+def _summary(source, volumes, settings, found: dict, suggested: dict | None) -> str:
     """Describe the usable volumes; `volumes` is their split, or None if problems stand in its way."""
-    from data.overview import outlier_lines, range_lines, stage_problems
-    from data.volumes import suspected_patients
+    from data.overview import stage_problems
 
-    data = settings.data
-    names, facts = _usable(source)
+    data, num_usable = settings.data, len(source.usable)
     grid = " x ".join(map(str, data.voxel_size))
-    lines = [f"{len(facts)} of {counted(len(source.volumes), 'volume')} can be read and scaled"]
+    lines = [f"{num_usable} of {counted(len(source.volumes), 'volume')} can be read and scaled"]
     if volumes is not None:
-        number = counted(len(facts), "volume")
+        number = counted(num_usable, "volume")
         lines = [f"{number}, no problem: {len(volumes.train)} for training, {len(volumes.val)} for validation"]
     rules = str(data.intensity.mode) if data.intensity.num_rules == 1 else "a rule for each channel"
-    lines += [*range_lines(facts, data), f"resized to {grid} ({data.resize}), intensities scaled by {rules}"]
+    lines += [*found["ranges"], f"resized to {grid} ({data.resize}), intensities scaled by {rules}"]
     if volumes is not None and volumes.class_names:
         counts = Counter(file.label for file in (*volumes.train, *volumes.val))
         named = (f"{name} ({counts[label]})" for label, name in enumerate(volumes.class_names))
         lines.append(f"classes: {', '.join(named)}")
-    if unusual := outlier_lines(names, facts, data):
+    if unusual := found["unusual"]:
         lines += ["", f"unusual, worth a look ({len(unusual)}):", *_first(unusual)]
-    if data.group_by is None and (patients := suspected_patients(source.volumes)) is not None:
-        lines += ["", patients]
+    if data.group_by is None and found["patients"] is not None:
+        lines += ["", found["patients"]]
     refused = stage_problems(settings, data.voxel_size)
     lines += ["", *(f"data.voxel_size {grid} is refused by {problem}" for problem in refused)]
-    if (suggested := _suggested(source, settings)) is not None:
+    if suggested is not None:
         changed = {k: value_text(v) for k, v in suggested.items() if value_text(v) != value_text(look_up(settings, k))}
         texts = (f"{key}={text.replace(' ', '').strip('[]')}" for key, text in changed.items())
         voxels = math.prod(suggested["data.voxel_size"])
         if changed:
             lines.append(f"a grid that suits these volumes and both stages: {' '.join(texts)}")
-            disk = size_text(4 * settings.autoencoder.in_channels * voxels * len(facts))
+            disk = size_text(4 * settings.autoencoder.in_channels * voxels * num_usable)
             lines.append(
                 f"it has {voxels / math.prod(data.voxel_size):.3g} times the voxels of data.voxel_size, and about that "
                 f"much of its memory and time; {disk} of prepared volumes"

@@ -23,7 +23,7 @@ from settings.section import (
     TrainingSettings,
     key,
     section,
-    with_default,
+    training_key,
 )
 
 OCCUPIED_THRESHOLD = 0.1
@@ -52,7 +52,7 @@ class DiscriminatorSettings(Section):
 class AutoencoderTraining(TrainingSettings):
     """The `autoencoder.training` section."""
 
-    batch_size: Count = with_default(TrainingSettings, "batch_size", 4)
+    batch_size: Count = training_key("batch_size", 4)
     use_nested_checkpointing: bool | Literal["auto"] = key(
         "auto",
         "Checkpoint the whole encoder as well as its blocks, and compute upsampled volumes again; auto: with slabs and "

@@ -23,7 +23,7 @@ from settings.section import (
     TrainingSettings,
     key,
     section,
-    with_default,
+    training_key,
 )
 
 Heads = Annotated[int, Field(ge=0, le=2**16)]
@@ -113,12 +113,12 @@ class PixelLossSettings(Section):
 class LdmTraining(TrainingSettings):
     """The `ldm.training` section."""
 
-    batch_size: Count = with_default(TrainingSettings, "batch_size", 4)
-    max_steps: Count = with_default(TrainingSettings, "max_steps", 50000)
-    learning_rate: Rate | Literal["auto"] = with_default(TrainingSettings, "learning_rate", 4e-4)
-    ema_decay: Decay | Literal["auto"] = with_default(TrainingSettings, "ema_decay", "auto")
-    validate_every: Count = with_default(TrainingSettings, "validate_every", 1000)
-    save_every: Count = with_default(TrainingSettings, "save_every", 1000)
+    batch_size: Count = training_key("batch_size", 4)
+    max_steps: Count = training_key("max_steps", 50000)
+    learning_rate: Rate | Literal["auto"] = training_key("learning_rate", 4e-4)
+    ema_decay: Decay | Literal["auto"] = training_key("ema_decay", "auto")
+    validate_every: Count = training_key("validate_every", 1000)
+    save_every: Count = training_key("save_every", 1000)
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
 
 

@@ -32,13 +32,6 @@ def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 
 
-def with_default(kind: type[Section], name: str, default: Any) -> Any:
-    """Declare a key as another section does, but for its default."""
-    field = copy.copy(kind.model_fields[name])
-    field.default = default
-    return field
-
-
 def _split(value: Any) -> Any:
     """Return text such as 64x64x32 or 64,64,32 as a list of numbers."""
     try:
@@ -215,3 +208,10 @@ class TrainingSettings(Section):
     def samples_per_rank(self) -> int:
         """Return the number of volumes that one rank processes per update."""
         return self.batch_size * self.gradient_accumulation_steps
+
+
+def training_key(name: str, default: Any) -> Any:
+    """Declare a key of `TrainingSettings` with another default."""
+    field = copy.copy(TrainingSettings.model_fields[name])
+    field.default = default
+    return field

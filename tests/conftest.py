@@ -33,9 +33,7 @@ def _logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
-    for handler in [found for found in root.handlers if type(found) is logging.StreamHandler]:
-        if handler not in handlers:
-            root.removeHandler(handler)
+    root.handlers[:] = handlers
     root.setLevel(level)
 
 

@@ -6,8 +6,6 @@ import ast
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 ARROWS: list[tuple[str, ...]] = [
     ("runtime.files",),
@@ -88,22 +86,6 @@ def test_imports_follow_the_arrows():
         if part is not None and path != ROOT / "models" / "__init__.py"
     }
     assert {path: names for path, names in wrong.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    ("part", "source", "wrong"),
-    [
-        ("losses", "from data import NETWORK_RANGE", {"data"}),
-        ("models", "from losses import kl", {"losses"}),
-        ("models", "from models.exchange import load", {"models.exchange"}),
-        ("models.lean", "import models.unet", {"models"}),
-        ("memory.predict", "def f():\n    from memory import watch", {"memory.watch"}),
-        ("memory.watch", "from memory.predict.prediction import Stage", set()),
-        ("models.lean", "from models.lean import native", set()),
-    ],
-)
-def test_imports_between_parts_of_a_room_and_sideways_are_noticed(part, source, wrong):
-    assert against_the_arrows(part, source) == wrong
 
 
 def test_what_checks_input_imports_neither_torch_nor_monai():

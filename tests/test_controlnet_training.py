@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import nibabel as nib
@@ -135,21 +134,6 @@ def test_numbers_mean_to_a_frozen_unet_what_they_meant_when_it_was_trained(tmp_p
         assert train_ldm(path, *short, *options) == 0
     before, after = (load_weights(Path(f"runs/{name}/ldm.safetensors"))[1] for name in ("tiny", "controlled"))
     assert after["numbers"] == before["numbers"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"ldm.pretrained": None}, "ldm.pretrained: null, and a ControlNet needs a U-Net to control"),
-        ({f"{LABEL_MAP}.num_classes": 300}, f"{LABEL_MAP}.controlnet: [4, 8] with 300 label values; allowed: 2 to 256"),
-        ({f"{LABEL_MAP}.num_classes": 0, f"{LABEL_MAP}.source": None}, "[4, 8] with 0 label values"),
-        ({f"{LABEL_MAP}.controlnet": (4, 8, 8)}, "[4, 8, 8], and the autoencoder has strides of [[2, 2, 2]]"),
-        ({"autoencoder.strides": ((2, 2, 1),)}, "[4, 8], and the autoencoder has strides of [[2, 2, 1]]"),
-    ],
-)
-def test_keys_that_do_not_go_with_a_controlnet_are_named(changes, text):
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        SETTINGS.with_overrides(changes)
 
 
 def test_without_its_label_map_the_unet_predicts_whatever_dropout_says():

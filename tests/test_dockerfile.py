@@ -9,26 +9,18 @@ import tomllib
 from tests.conftest import ROOT
 
 LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
-STEPS = [tuple(line.split(maxsplit=1)) for line in LINES if line and not line.startswith("#")]
+STEPS = [line.partition(" ")[::2] for line in LINES if line and not line.startswith("#")]
 
 
 def test_it_copies_what_exists_and_runs_the_installed_command_without_privileges():
     names = [name for name, _ in STEPS]
-    assert {*names} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "VOLUME", "ENTRYPOINT", "CMD"}
     sources = [source for name, words in STEPS if name == "COPY" for source in words.split()[:-1]]
     assert all((ROOT / source).exists() for source in sources)
-    (user,) = [words for name, words in STEPS if name == "USER"]
-    created = re.search(r"useradd .*?(\w+)\s*&&", " ".join(words for name, words in STEPS if name == "RUN"))
-    assert created is not None
-    assert created[1] == user
+    user = dict(STEPS)["USER"]
+    assert re.search(rf"useradd [^&]*\b{user}\s*&&", "\n".join(LINES))
     assert names.index("USER") > max(place for place, name in enumerate(names) if name in ("RUN", "COPY"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    values = {name: json.loads(words) for name, words in STEPS if name in ("VOLUME", "ENTRYPOINT")}
-    assert values == {"VOLUME": ["/data", "/app/runs"], "ENTRYPOINT": [*project["scripts"]]}
+    assert json.loads(dict(STEPS)["ENTRYPOINT"]) == [*project["scripts"]]
     python = re.search(r"python:3\.(\d+)-slim", STEPS[0][1])
     assert python is not None
     assert (11 <= int(python[1]) < 14, project["requires-python"]) == (True, ">=3.11,<3.14")
-    text = "\n".join(LINES)
-    assert "ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text
-    assert '--extra-index-url "$TORCH_INDEX" -r requirements.txt' in text
-    assert {".git", ".venv*", "runs"} <= {*(ROOT / ".dockerignore").read_text().split()}

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from data.batches import Batch
 from losses import build_perceptual_loss
-from losses.terms import (
-    commitment_loss,
-    discriminator_loss_fake,
-    discriminator_loss_real,
-    edge_loss,
-    generator_adversarial_loss,
-    kl_divergence,
-    reconstruction_loss,
-)
+from losses.terms import adversarial_loss, commitment_loss, edge_loss, kl_divergence, reconstruction_loss
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.autoencoder import announce_offloaded
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
@@ -155,7 +147,7 @@ class AutoencoderStep(TrainingStep):
                     assert self.discriminator is not None, "an adversarial step needs a discriminator"
                     # Frozen, because the generator's loss must leave no gradients on the discriminator.
                     self.discriminator.requires_grad_(False)
-                    terms["adversarial"] = generator_adversarial_loss(self.discriminator(reconstruction)[-1])
+                    terms["adversarial"] = adversarial_loss(self.discriminator(reconstruction)[-1], is_real=True)
                 loss = torch.stack([self.weights[name] * term for name, term in terms.items()]).sum() * share
             with phase("generator backward"):
                 self.precision.backward(loss)
@@ -193,13 +185,11 @@ class AutoencoderStep(TrainingStep):
         assert self.discriminator is not None, "a discriminator pass needs a discriminator"
         self.discriminator.requires_grad_(True)
         terms = {}
-        for name, volume, objective, is_synchronised in (
-            ("discriminator_fake", reconstruction, discriminator_loss_fake, False),
-            ("discriminator_real", images, discriminator_loss_real, is_last),
-        ):
-            with synchronised(self._parallel_discriminator, is_synchronised):
+        passes = (("discriminator_fake", reconstruction, False), ("discriminator_real", images, True))
+        for name, volume, is_real in passes:
+            with synchronised(self._parallel_discriminator, is_real and is_last):
                 with phase("discriminator forward"), self.precision.autocast():
-                    loss = objective(self._parallel_discriminator(volume)[-1])
+                    loss = adversarial_loss(self._parallel_discriminator(volume)[-1], is_real)
                 with phase("discriminator backward"):
                     self.precision.backward(0.5 * share * loss)
             terms[name] = loss.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
-    text = "only schema, reference and figure, which need no prediction"
+    text = "only schema and reference, which need no prediction"
     result.add_argument("--settings", action="store_true", help=text)
     return result.parse_args(arguments)
 
@@ -31,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.settings:
         from scripts.dev.predicted_tables import of_predictions
 
-        texts |= of_predictions(ROOT)
+        texts |= of_predictions(ROOT) | {ROOT / "docs" / "images" / "memory.svg": memory_figure()}
     for path, text in texts.items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
@@ -40,11 +41,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def of_settings() -> dict[Path, str]:
-    """Return the schema, with which editors complete and check keys, the reference, and README's figure."""
+    """Return the schema, with which editors complete and check keys, and the reference."""
     return {
         ROOT / "configs" / "schema.json": json.dumps(Settings.model_json_schema(), indent=2) + "\n",
         ROOT / "docs" / "configuration.md": configuration_reference(),
-        ROOT / "docs" / "images" / "memory.svg": memory_figure(),
     }
 
 
@@ -100,71 +100,43 @@ def _values(annotation: Any) -> str:
 
 BENCHMARKS = ROOT / "docs" / "benchmarks.json"
 LINES = {
-    "stock MONAI, default attention": ("stock MONAI", "#8a94a0", "2 4"),
-    "stock MONAI, SDPA": ("stock MONAI, fused attention", "#5c6773", "7 4"),
-    "stock MONAI, SDPA, use_checkpoint": ("the same with its checkpointing", "#39434e", ""),
-    "ours, lean blocks": ("ours", "#7fb2ff", ""),
-    "ours, checkpointing": ("ours, checkpointing", "#1f6feb", ""),
-    "ours, nested, slabs of 8": ("ours, nested checkpointing, slabs", "#0b3d91", ""),
+    "stock MONAI, default attention": ("stock MONAI", "#8a94a0", ":"),
+    "stock MONAI, SDPA": ("stock MONAI, fused attention", "#5c6773", "--"),
+    "stock MONAI, SDPA, use_checkpoint": ("the same with its checkpointing", "#39434e", "-"),
+    "ours, lean blocks": ("ours", "#7fb2ff", "-"),
+    "ours, checkpointing": ("ours, checkpointing", "#1f6feb", "-"),
+    "ours, nested, slabs of 8": ("ours, nested checkpointing, slabs", "#0b3d91", "-"),
 }
 GPUS = {8: "8 GB: RTX 4060", 12: "12 GB: RTX 3060", 24: "24 GB: RTX 4090", 80: "80 GB: A100, H100"}
-LOWEST, HIGHEST = 0.08, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 64, 560, 24, 400
-WIDTH, HEIGHT = 860, 452
+HIGHEST = 300
 
 
 def memory_figure() -> str:
     """Return README's figure as SVG: the peak of one step over the size of the grid; both axes are logarithmic."""
+    from matplotlib import pyplot
+
     rows = json.loads(BENCHMARKS.read_text(encoding="utf-8"))["peaks"]
     grids = sorted({tuple(row["grid"]) for row in rows}, key=math.prod)
-    smallest, largest = math.log(math.prod(grids[0])), math.log(math.prod(grids[-1]))
-
-    def across(grid: tuple[int, ...]) -> float:
-        return LEFT + 16 + (math.log(math.prod(grid)) - smallest) / (largest - smallest) * (RIGHT - LEFT - 32)
-
-    def up(gib: float) -> float:
-        return BOTTOM - math.log(gib / LOWEST) / math.log(HIGHEST / LOWEST) * (BOTTOM - TOP)
-
-    def line(y: float, style: str) -> str:
-        return f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {style}/>'
-
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
-    for tick in (0.1, 1, 10, 100):
-        parts.append(line(up(tick), 'stroke="#e4e8ec"'))
-        parts.append(_text(LEFT - 8, up(tick) + 4, f"{tick:g}", "end"))
+    voxels = [math.prod(grid) for grid in grids]
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory"})
+    figure, axes = pyplot.subplots(figsize=(9, 4.7), layout="constrained")
     for gib, name in GPUS.items():
-        parts.append(line(up(gib), 'stroke="#d9730d" stroke-dasharray="3 3"'))
-        parts.append(_text(LEFT + 6, up(gib) - 4, name, "start", "#b35c00"))
-    for grid in grids:
-        parts.append(_text(across(grid), BOTTOM + 18, "x".join(map(str, grid)), "middle"))
-    labels = []
-    for variant, (name, colour, dash) in LINES.items():
+        axes.axhline(gib, color="#d9730d", linewidth=1, linestyle=(0, (3, 3)))
+        axes.text(voxels[0], gib * 1.02, name, color="#b35c00", fontsize=9)
+    for variant, (name, colour, style) in LINES.items():
         peaks = {tuple(row["grid"]): row["peak_allocated_bytes"] / 2**30 for row in rows if row["variant"] == variant}
-        shown = [(across(grid), up(peaks[grid])) for grid in grids if peaks[grid] <= HIGHEST]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
-        style = f'fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"'
-        parts.append(f'<polyline points="{points}" {style}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in shown]
-        label = shown[-1][1], name
-        if len(shown) < len(grids):
-            label = up(HIGHEST), f"{name} ({peaks[grids[-1]]:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
-        labels.append((*label, colour))
-    lowest_label = 0.0
-    for y, name, colour in sorted(labels):
-        lowest_label = max(y + 4, lowest_label + 17)
-        parts.append(_text(RIGHT + 8, lowest_label, name, "start", colour))
-    parts.append(_text((LEFT + RIGHT) / 2, HEIGHT - 10, "grid of one volume", "middle"))
-    middle = (TOP + BOTTOM) / 2
-    parts.append(
-        f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, "peak of one training step, GiB", "middle")}</g>'
-    )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-    font = 'font-family="system-ui, Segoe UI, Roboto, Noto Sans, sans-serif" font-size="12">'
-    return "\n".join([head + font, *parts, "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, words: str, anchor: str, colour: str = "#39434e") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+        if peaks[grids[-1]] > HIGHEST:
+            name += f"\n({peaks[grids[-1]]:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
+        axes.loglog(voxels, [peaks[grid] for grid in grids], style, color=colour, marker="o", label=name)
+    axes.set_xticks(voxels, ["x".join(map(str, grid)) for grid in grids])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="grid of one volume", ylabel="peak of one training step, GiB", ylim=(None, HIGHEST))
+    axes.grid(axis="y")
+    figure.legend(loc="outside right center")
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def caught_by(fault: Fault) -> str | None:
     """Return the first test that fails with the fault and passes without it; None when all pass with the fault."""
     with tempfile.TemporaryDirectory(prefix="mutation_check_") as temporary:
         folder = Path(temporary) / "tree"
-        _copy_tracked_files(folder)
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
         path, tests = folder / fault.file, fault.test_files(folder)
         text = path.read_text(encoding="utf-8")
         path.write_text(fault.seeded(text), encoding="utf-8")
@@ -84,14 +84,6 @@ def caught_by(fault: Fault) -> str | None:
             if _first_failure(folder, [*tests, "--last-failed"]) is not None:
                 raise CheckError(f"{failed} fails without any fault, too; mend that first")
         return failed
-
-
-def _copy_tracked_files(folder: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
 
 
 def _first_failure(folder: Path, arguments: list[str]) -> str | None:

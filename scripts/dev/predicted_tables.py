@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,7 @@ FOR_A_CPU = "quickstart"
 TABLE = re.compile(r"(?P<head><!-- table: (?P<name>.+?)(?:; (?P<common>.+?))? -->\n\|.*\n\|.*\n)(?P<rows>(?:\|.*\n)*)")
 OUTPUT = re.compile(r"(<!-- output of: (?P<command>.+?) -->\n```text\n)(?P<output>.*?)(```\n)", re.DOTALL)
 HEADER = re.compile(r"^# Predicted .*?(?=^# Start: )", re.MULTILINE | re.DOTALL)
-WIDTH = 120
+WIDTH, KEPT = 120, "\xa0"  # a space that does not end a line
 
 Changes = dict[str, Any]
 Ask = Callable[..., Future[Prediction]]
@@ -267,7 +268,7 @@ def preset_texts(ask: Ask) -> dict[Path, str]:
         ]
         for number, (as_it_is, changed) in enumerate(stages, start=1):
             entries = [f"{change}: {need(answer.result())}" for change, answer in changed.items()]
-            lines += _wrapped(f"# Stage {number}: {need(as_it_is.result())}. With one change:", entries)
+            lines += _wrapped(f"Stage {number}: {need(as_it_is.result())}. With one change:", entries)
         path = CONFIGS / f"{name}.yaml"
         header = "".join(f"{line}\n" for line in lines)
         texts[path] = HEADER.sub(header, path.read_text(encoding="utf-8"), count=1)
@@ -281,10 +282,6 @@ def need(found: Prediction) -> str:
 
 
 def _wrapped(before: str, entries: list[str]) -> list[str]:
-    lines = [before]
-    for entry in [*(f"{entry};" for entry in entries[:-1]), f"{entries[-1]}."]:
-        if len(lines[-1]) + 1 + len(entry) > WIDTH:
-            lines.append(f"#   {entry}")
-        else:
-            lines[-1] += f" {entry}"
-    return lines
+    text = f"{before} {'; '.join(entry.replace(' ', KEPT) for entry in entries)}."
+    lines = textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+    return [line.replace(KEPT, " ") for line in lines]

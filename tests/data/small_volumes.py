@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from data.discovery import DiscoveredVolume
 from data.formats import read_stored
 from data.header import Header
 from settings import DataSettings
@@ -17,6 +18,11 @@ AFFINE = np.array([[2.0, 0, 0, -10], [0, 2.5, 0, -12], [0, 0, 3.0, 5], [0, 0, 0,
 def build_settings(**values: Any) -> DataSettings:
     """Data settings with a small grid and no workers unless said otherwise."""
     return DataSettings.model_validate({"voxel_size": [12, 10, 8], "num_workers": 0, **values})
+
+
+def discovered(*names: str) -> list[DiscoveredVolume]:
+    """Volumes of these names, which need not exist."""
+    return [DiscoveredVolume(Path(name), name) for name in names]
 
 
 def random_voxels(seed: int, shape: tuple[int, ...] = (1, 12, 10, 8)) -> np.ndarray:

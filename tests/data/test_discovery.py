@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.discovery import DiscoveredVolume, chosen, class_names_of, find, mixed_modalities, with_folders
+from data.discovery import chosen, class_names_of, find, mixed_modalities, with_folders
 from data.partners import rows_of
 from data.volumes import prepare_volumes
 from settings import DataError
-from tests.data.small_volumes import build_settings
+from tests.data.small_volumes import build_settings, discovered
 
 
 def write_listing(folder: Path, training: object, **more: object) -> str:
@@ -236,7 +236,7 @@ NAMES = ("a/case1_FLAIR.nii.gz", "a/case1_T1.nii.gz", "b/case2_FLAIR.nii.gz", "b
     ],
 )
 def test_patterns_choose_volumes_by_their_names(include, exclude, kept):
-    volumes = [DiscoveredVolume(Path(name), name) for name in NAMES]
+    volumes = discovered(*NAMES)
     found, notes = chosen(volumes, build_settings(include=include, exclude=exclude))
     assert [volume.name for volume in found] == [NAMES[number] for number in kept]
     assert len(notes) == len(NAMES) - len(kept)
@@ -244,14 +244,10 @@ def test_patterns_choose_volumes_by_their_names(include, exclude, kept):
         chosen(volumes, build_settings(include=["FLAIR"]))
 
 
-def test_modalities_in_names_are_noticed():
-    assert "FLAIR (2), T1 (2); data.include: ['*FLAIR*'] takes one" in str(mixed_modalities(NAMES))
-    assert mixed_modalities([name for name in NAMES if "FLAIR" in name]) is None
+def test_modalities_in_names_are_noticed_and_a_run_prepares_only_the_volumes_that_were_chosen(
+    make_volume, tmp_path, caplog
+):
     assert mixed_modalities(["direct.nii", "factory.nii", "ct_1.nii", "ct_2.nii", "petra.nii"]) is None
-
-
-def test_a_run_prepares_only_the_volumes_that_were_chosen(make_volume, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
     for number in range(3):
         make_volume(f"{number}_FLAIR.nii.gz")
         make_volume(f"{number}_T1.nii.gz")
@@ -261,4 +257,4 @@ def test_a_run_prepares_only_the_volumes_that_were_chosen(make_volume, tmp_path,
     assert "no pattern of data.include matches" in caplog.text
     assert "several modalities" not in caplog.text
     prepare_volumes(build_settings(source=source), 0, 1)
-    assert "are of several modalities: FLAIR (3), T1 (3)" in caplog.text
+    assert "are of several modalities: FLAIR (3), T1 (3); data.include: ['*FLAIR*'] takes one" in caplog.text

@@ -28,7 +28,7 @@ from data.header import Stored
 from data.loading import load_file, load_volume
 from data.volumes import check_source, prepare_volumes, split
 from settings import DataError, DataSettings
-from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+from tests.data.small_volumes import AFFINE, build_settings, discovered, random_voxels
 
 ROOT = Path(data.__file__).parent.parent
 
@@ -94,19 +94,13 @@ def test_only_new_and_changed_files_are_read_again(folder, make_volume, monkeypa
     assert prepare_volumes(settings, seed=0, in_channels=1) == first
     assert read == []
     make_volume("v3.nii.gz", random_voxels(99))
-    make_volume("new.nii.gz")
-    prepare_volumes(settings, seed=0, in_channels=1)
-    assert sorted(read) == ["new.nii.gz", "v3.nii.gz"]
-
-
-def test_problems_are_not_remembered(folder):
-    settings = build_settings(source=str(folder))
-    content = (folder / "v1.nii.gz").read_bytes()
-    (folder / "v1.nii.gz").write_bytes(content[:1000])
-    with pytest.raises(DataError, match=r"v1\.nii\.gz: cannot be read"):
+    content = make_volume("new.nii.gz").read_bytes()
+    (folder / "new.nii.gz").write_bytes(content[:1000])
+    with pytest.raises(DataError, match=r"new\.nii\.gz: cannot be read"):
         prepare_volumes(settings, seed=0, in_channels=1)
-    (folder / "v1.nii.gz").write_bytes(content)
+    (folder / "new.nii.gz").write_bytes(content)
     prepare_volumes(settings, seed=0, in_channels=1)
+    assert sorted(read) == ["new.nii.gz", "new.nii.gz", "v3.nii.gz"], "a problem is not remembered"
 
 
 def test_damaged_results_of_earlier_checks_are_ignored(folder):
@@ -123,16 +117,12 @@ def test_volumes_are_checked_even_if_results_cannot_be_kept(folder, tmp_path):
     volumes = prepare_volumes(build_settings(source=str(folder), prepared="none"), seed=0, in_channels=1)
     assert len(volumes.train) == 6
     with pytest.raises(DataError, match=r"data\.prepared|cannot be written .* set data\.prepared to memory or none"):
-        prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-
-
-def found(*names: str) -> list[DiscoveredVolume]:
-    return [DiscoveredVolume(Path(name), name) for name in names]
+        prepare_volumes(build_settings(source=str(folder)), 0, 1)
 
 
 def test_a_volume_that_is_added_or_removed_moves_at_most_one_other():
     s = build_settings(val_fraction=0.2)
-    volumes = found(*(f"v{i}" for i in range(120)))
+    volumes = discovered(*(f"v{i}" for i in range(120)))
     held_out = [{*split(volumes[:number], s, seed=1)[1]} for number in range(60, 121)]
     assert all(len(before ^ after) <= 2 for before, after in pairwise(held_out))
     assert held_out[-1] != {*split(volumes, s, seed=2)[1]}
@@ -144,14 +134,16 @@ def test_a_volume_that_is_added_or_removed_moves_at_most_one_other():
 )
 def test_held_out_is_the_nearest_number_and_at_least_two(number, val_fraction, held_out):
     for seed in range(3):
-        train, val = split(found(*(f"v{i}" for i in range(number))), build_settings(val_fraction=val_fraction), seed)
+        train, val = split(
+            discovered(*(f"v{i}" for i in range(number))), build_settings(val_fraction=val_fraction), seed
+        )
         assert (len(train), len(val)) == (number - held_out, held_out)
 
 
 def test_too_few_volumes_to_train_and_evaluate_are_refused():
     for number, text in ((1, "1 volume, 1 to train on and 0"), (2, "2 volumes, 1 to train on and 1")):
         with pytest.raises(DataError, match=rf"has {text} held out; at least 1 and 2 are needed; add volumes"):
-            split(found(*"ab"[:number]), build_settings(), 0)
+            split(discovered(*"ab"[:number]), build_settings(), 0)
     volumes = [DiscoveredVolume(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
     with pytest.raises(DataError, match=r'3 to train on and 1 held out; .* change its lists "training" and'):
         split(volumes, build_settings(), 0)

@@ -4,10 +4,8 @@ from torch.distributions import Normal
 from torch.distributions import kl_divergence as reference_kl
 
 from losses.terms import (
-    discriminator_loss_fake,
-    discriminator_loss_real,
+    adversarial_loss,
     edge_loss,
-    generator_adversarial_loss,
     kl_divergence,
     reconstruction_loss,
 )
@@ -65,12 +63,9 @@ def test_edges_of_a_volume_of_one_slice_leave_that_axis_out():
 
 def test_adversarial_terms_are_least_squares_on_raw_logits_in_fp32():
     logits = torch.tensor([-3.0, 0.0, 1.0, 2.0])
-    assert generator_adversarial_loss(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
-    assert discriminator_loss_real(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
-    assert discriminator_loss_fake(logits).item() == pytest.approx((9 + 0 + 1 + 4) / 4)
-    large = torch.full((4,), 1000.0, dtype=torch.float16)
-    for term in (generator_adversarial_loss, discriminator_loss_real, discriminator_loss_fake):
-        assert torch.isfinite(term(large))
+    for is_real, expected in ((True, 18 / 4), (False, 14 / 4)):
+        assert adversarial_loss(logits, is_real).item() == pytest.approx(expected)
+        assert torch.isfinite(adversarial_loss(torch.full((4,), 1000.0, dtype=torch.float16), is_real))
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,10 @@ OWN = {
 """Keys that only one preset chooses."""
 
 
-def test_the_presets_are_there_with_at_most_134_keys():
+def test_the_presets_are_there_with_at_most_134_keys_and_default_chooses_nothing():
     assert {path.stem for path in PRESETS} >= {"default", "high_res", "balanced", "quality", "ultra_light"}
     assert len(LEAVES) <= 134
+    assert load_settings(ROOT / "configs" / "default.yaml") == Settings(name="default")
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -56,10 +57,6 @@ def test_a_run_folder_gets_every_key_and_a_short_file_what_a_preset_has(path, tm
     assert set(read_document(written).lines) >= set(LEAVES)
     assert ("# default:" in written.read_text()) == (path.stem != "default")
     assert len(short.read_text().splitlines()) <= 75
-
-
-def test_default_chooses_nothing():
-    assert load_settings(ROOT / "configs" / "default.yaml") == Settings(name="default")
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -85,10 +82,11 @@ def test_preset_builds_on_the_meta_device(path):
         assert build_unet(settings.ldm, settings.autoencoder.latent_channels)
 
 
-def test_automatic_norm_groups_are_those_of_the_guide_and_of_maisi():
+def test_automatic_norm_groups_are_those_of_the_guide_and_of_maisi_and_attention_is_in_the_middle_if_anywhere():
     groups = {(32, 64, 64): 16, (16, 32, 64): 8, (24, 48, 64): 8, (12, 24, 48): 6, (64, 128, 256): 32}
     found = {channels: Settings.model_validate({"autoencoder": {"num_channels": channels}}) for channels in groups}
     assert {channels: settings.autoencoder.num_groups for channels, settings in found.items()} == groups
+    assert not validate({"autoencoder": {"attention_levels": [False] * 3}}).autoencoder.has_middle_attention
 
 
 FINE_TUNED = {"maisi"}
@@ -174,10 +172,6 @@ def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(t
         if start:
             merged["autoencoder"]["norm_num_groups"] = "auto"
         assert resolved(tmp_path, yaml.safe_dump(merged)) == expected(yaml.safe_dump(merged))
-
-
-def test_disabling_attention_on_every_level_disables_the_middle_attention():
-    assert not validate({"autoencoder": {"attention_levels": [False] * 3}}).autoencoder.has_middle_attention
 
 
 @pytest.mark.parametrize(("preset", "text"), [("high_res", A), ("balanced", B), ("quality", C)])

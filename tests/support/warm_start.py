@@ -30,7 +30,6 @@ class WarmStart:
             [
                 "memory.watch.memory_watch",
                 "training.validation.stages",
-                "training.validation.stages",
                 "torch.utils.tensorboard",
                 "evaluation.trained_run",
                 "evaluation.quality",
