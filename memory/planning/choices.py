@@ -81,10 +81,6 @@ class Network:
     checkpoints: bool = True
     patch: Grid | None = None
 
-    def cost(self, grid: Grid) -> float:
-        """Return a number that the memory of a stage grows with on a grid."""
-        return self.width * self.batch * (1.0 if self.checkpoints else 2.5) * math.prod(self.patch or grid)
-
 
 @dataclass(frozen=True)
 class Limit:

@@ -10,8 +10,8 @@ import yaml
 from memory.kernels.gpus import WorkPart
 from memory.ladder.rungs import build_rungs
 from memory.ladder.walk import PredictedRung, config_with_reasons, describe_ladder, next_same_mathematics_rung, walk
-from memory.predict.prediction import GIB, Prediction
-from settings import Settings, known_keys, load_settings
+from memory.predict.prediction import GIB, Prediction, Predictor
+from settings import known_keys, load_settings
 from settings.load import validate
 from tests.conftest import ROOT
 
@@ -122,22 +122,16 @@ BLANK = Prediction(
 )
 
 
-class InventedPredictor:
+class FakePredictor(Predictor):
     """Answers from the knobs, so that the walk can be tested without a process."""
 
-    asked: list[Settings]
-
     def __init__(self, workers, without_triton):
-        type(self).asked = []
+        pass
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def close(self):
         pass
 
     def submit(self, settings, stage):
-        self.asked.append(settings)
         training = settings.autoencoder.training
         size = 40.0 * training.batch_size / 4
         size /= 2 if training.checkpoints_blocks else 1
@@ -158,8 +152,8 @@ class InventedPredictor:
 
 
 @pytest.fixture(autouse=True)
-def _invented(monkeypatch):
-    monkeypatch.setattr("memory.ladder.walk.Predictor", InventedPredictor)
+def _fake_predictor(monkeypatch):
+    monkeypatch.setattr("memory.ladder.walk.Predictor", FakePredictor)
 
 
 def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_mathematics():
