@@ -93,7 +93,7 @@ class Planner:
         names = ("val_fraction", "group_by", "class_labels")
         splits = {"source": fingerprint.source, **{name: values.get(f"data.{name}") for name in names}}
         s = DataSettings.model_validate(splits)
-        train, held_out = split(fingerprint.found, s, given.get("seed", DEFAULT_SEED))
+        train, held_out = split(fingerprint.volumes, s, given.get("seed", DEFAULT_SEED))
         view = self._field_of_view(fingerprint)
         self.set = PlannedSet(fingerprint, view, given, (len(train), len(held_out)), name)
 
@@ -129,10 +129,10 @@ class Planner:
         predictions = self._predict_all(candidate)
         if not all(map(self._fits, predictions.values())):
             raise self._nothing_fits(candidate)
-        found = self.set.found
-        lines = (*notes(found), *cuts)
+        facts = self.set.facts
+        lines = (*notes(facts), *cuts)
         choices = tuple(candidate.choices())
-        return Plan(self._settings(candidate), choices, predictions, found, lines, self.budget_bytes, self.gpu)
+        return Plan(self._settings(candidate), choices, predictions, facts, lines, self.budget_bytes, self.gpu)
 
     def _settings(self, candidate: Candidate) -> Settings:
         """Return the validated config of a candidate; raise `ConfigError` if given values do not go together."""
