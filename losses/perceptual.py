@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runtime.observer import memory_observer
-
 # An index into (batch, channel, depth, height, width) of integers and slices.
 Index = tuple[int | slice, ...]
 # Maps pieces (n, ...) of reconstruction and target to n distances.
@@ -68,7 +66,7 @@ def mean_over_pieces(
         if torch.is_grad_enabled() and reconstruction.requires_grad:
             return _GradientInForward.apply(reconstruction, target, chunks, distance)
         total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
-        for chunk in memory_observer().chunks_to_run(chunks):
+        for chunk in chunks:
             total += distance(_gather(reconstruction, chunk), _gather(target, chunk)).sum()
         return total / sum(map(len, chunks))
 
@@ -80,7 +78,7 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, reconstruction: Tensor, target: Tensor, chunks: Sequence[Sequence[Index]], distance: Distance):
         total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
         gradient = torch.zeros_like(reconstruction, dtype=_precision(reconstruction))
-        for chunk in memory_observer().chunks_to_run(chunks):
+        for chunk in chunks:
             wanted = _gather(target, chunk)
             with torch.enable_grad():
                 pieces = _gather(reconstruction, chunk).requires_grad_()

@@ -9,14 +9,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from runtime.host_memory import available_host_bytes
-
-Chunk = TypeVar("Chunk", bound=Sequence[Any])
 
 
 class MemoryObserver:
@@ -36,10 +33,6 @@ class MemoryObserver:
 
     def weights_copied(self, weights: Sequence[Tensor]) -> None:
         """Take note of weights that were copied into another memory format, on their device."""
-
-    def chunks_to_run(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of a loss that are run one after the other, all of them or enough to know the rest."""
-        return iter(chunks)
 
     def piece_values(self) -> int | None:
         """Return how many values kernels convert to full precision at once; None: what suits their device."""

@@ -25,9 +25,6 @@ from runtime.precision import ONEDNN_LIMIT
 SHIPPED_CUDNN = 92000
 """The cuDNN that comes with the pinned torch; assumed where torch was built without cuDNN."""
 
-LARGEST_SAMPLE = 2**31 - 1
-"""Beyond this many elements a sample needs 64-bit indices, which cuDNN has from version 9.3 on."""
-
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
@@ -38,13 +35,12 @@ class ConvolutionMemory:
 
     copies: those of arguments in another layout, which torch makes first and holds until the passes are over.
     pass_copies: those that it makes for one pass.
-    unfolded: the size of the unfolded input if this call is, or with an older cuDNN would be, computed without cuDNN.
+    unfolded: the size of the unfolded input if this call is computed without cuDNN.
     """
 
     passes: tuple[int, ...]
     copies: tuple[int, ...] = ()
     pass_copies: tuple[int, ...] = ()
-    is_unfolded: bool = False
     unfolded: int = 0
 
 
@@ -69,19 +65,17 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     else:
         return None
     last = is_channels_last(x) or is_channels_last(weight)
-    is_large = max(x.numel() // x.shape[0], y.numel() // y.shape[0]) > LARGEST_SAMPLE
     is_low = x.dtype in _LOW_PRECISION
     is_copied = not last and (is_low or x.dtype == torch.float32)
-    channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
-    unfolded = channels // groups * weight.shape[2:].numel() * voxels.numel() * x.element_size()
-    # The conditions of ATen's Convolution.cpp; some versions compute volumes in 16 bits wrongly.
-    is_wrong = 90800 <= cudnn < 91500 and is_low and not last and weight.dim() == 5 and weight.shape[2:].numel() > 1
-    if is_wrong or (is_large and cudnn < 90300):
-        return ConvolutionMemory((unfolded,) * len(wanted), is_unfolded=True, unfolded=unfolded)
+    # As ATen's Convolution.cpp has it: these versions compute volumes in 16 bits wrongly. Samples beyond 2^31 elements
+    # are no matter: cuDNN has 64-bit indices from 9.3 on, and no build of the pinned torch comes with an older one.
+    if 90800 <= cudnn < 91500 and is_low and not last and weight.dim() == 5 and weight.shape[2:].numel() > 1:
+        channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
+        unfolded = channels // groups * weight.shape[2:].numel() * voxels.numel() * x.element_size()
+        return ConvolutionMemory((unfolded,) * len(wanted), unfolded=unfolded)
     return ConvolutionMemory(
         tuple(source.nbytes + result.nbytes if is_copied else 0 for source, result in wanted),
         *_copies([source is x for source, _ in wanted], x, weight, grad, last, is_transposed),
-        unfolded=unfolded if is_large else 0,
     )
 
 

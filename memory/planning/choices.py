@@ -81,10 +81,6 @@ class Network:
     checkpoints: bool = True
     patch: Grid | None = None
 
-    def cost(self, grid: Grid) -> float:
-        """Return a number that the memory of a stage grows with on a grid."""
-        return self.width * self.batch * (1.0 if self.checkpoints else 2.5) * math.prod(self.patch or grid)
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -99,7 +95,7 @@ class Limit:
 class PlannedSet:
     """What all candidates of a plan share: the set, how it gets to a grid, what was given, and how it is split."""
 
-    found: Fingerprint
+    facts: Fingerprint
     view: FieldOfView
     given: Values
     num_volumes: tuple[int, int]
@@ -107,7 +103,7 @@ class PlannedSet:
 
     def limits(self, layout: Layout) -> dict[Stage, Limit]:
         """Return what the set supports on a grid."""
-        number, is_small = self.found.number, self.found.is_small
+        number, is_small = self.facts.number, self.facts.is_small
         volumes, voxels, latents = counted(number, "volume"), number * layout.voxels, number * math.prod(layout.latent)
         width, why = _first(_BY_VOXELS, voxels), f"the set has {_count(voxels)} voxels on this grid ({volumes})"
         if is_small and width > 24:
@@ -138,15 +134,15 @@ class Candidate:
 
     def choices(self) -> list[Choice]:
         """Return every value that the plan sets, with its reason; what the user gave is taken."""
-        found, given, view = self.set.found, self.set.given, self.set.view
+        facts, given, view = self.set.facts, self.set.given, self.set.view
         is_full = self.layout.voxels <= FULL_PRECISION_VOXELS
         chosen = [
             Choice("name", self.set.name, "outputs go to runs/<name>"),
-            Choice("data.source", found.source, "given as --data"),
-            *_data_choices(found, view, self.layout, self.set.num_volumes[1]),
-            *_intensity_choices(found, given.get("data.intensity.mode")),
-            *([] if any(key.startswith("data.intensity.") for key in given) else _channel_choices(found)),
-            *class_choices(found),
+            Choice("data.source", facts.source, "given as --data"),
+            *_data_choices(facts, view, self.layout, self.set.num_volumes[1]),
+            *_intensity_choices(facts, given.get("data.intensity.mode")),
+            *([] if any(key.startswith("data.intensity.") for key in given) else _channel_choices(facts)),
+            *class_choices(facts),
             *self._autoencoder_choices(),
             *self._unet_choices(),
             Choice(
@@ -162,7 +158,7 @@ class Candidate:
 
     def _autoencoder_choices(self) -> Iterator[Choice]:
         layout, network, given = self.layout, self.networks["autoencoder"], self.set.given
-        where, is_few = "autoencoder.training", self.set.found.number * layout.voxels < FEW_VOXELS
+        where, is_few = "autoencoder.training", self.set.facts.number * layout.voxels < FEW_VOXELS
         channels = self._channels("autoencoder", len(layout.strides) + 1)
         yield channels
         ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
@@ -171,7 +167,7 @@ class Candidate:
             yield Choice("autoencoder.strides", [list(stride) for stride in layout.strides], reason)
         else:
             yield Choice("autoencoder.strides", 2, f"voxels are about as long as wide ({ratio:.1f} to 1)")
-        in_channels = given.get("autoencoder.in_channels") or self.set.found.num_channels
+        in_channels = given.get("autoencoder.in_channels") or self.set.facts.num_channels
         shrinks, tokens = math.prod(layout.factor), math.prod(layout.latent)
         latent_channels = (8 if shrinks > 64 else 4) + 2 * (in_channels - 1)
         fewer = shrinks * in_channels / latent_channels
@@ -204,8 +200,8 @@ class Candidate:
         start = min(2000, max(200, steps // 10), steps // 2)
         reason = f"after {start / steps:.0%} of the run, once reconstructions are plausible"
         yield Choice(f"{where}.adversarial_start_step", start, reason)
-        if self.set.found.background >= MOSTLY_EMPTY:
-            reason = f"{self.set.found.background:.1%} of a volume are background, which would decide the error alone"
+        if self.set.facts.background >= MOSTLY_EMPTY:
+            reason = f"{self.set.facts.background:.1%} of a volume are background, which would decide the error alone"
             yield Choice(f"{where}.occupied_weight", OCCUPIED_WEIGHT, reason, True)
 
     def _unet_choices(self) -> Iterator[Choice]:
@@ -259,54 +255,54 @@ class Candidate:
             yield Choice(f"{where}.{name}", every, f"{counted(math.ceil(steps / every), 'time')} in the run")
 
 
-def _intensity_choices(found: Fingerprint, mode: str | None) -> Iterator[Choice]:
+def _intensity_choices(facts: Fingerprint, mode: str | None) -> Iterator[Choice]:
     """Choose a window for CT and label maps, and percentiles of each volume for everything else.
 
     mode: what the user gave; the range then follows it.
     """
-    most = found.kinds[found.kind] / found.number
-    has_window = found.kind in (CT, LABEL_MAPS)
+    most = facts.kinds[facts.kind] / facts.number
+    has_window = facts.kind in (CT, LABEL_MAPS)
     percentile, whole = ("percentile", 0.5, 99.5), ("percentile", 0.0, 100.0)
     is_weak = True
     if mode == "window" and not has_window:
-        rule = (mode, _rough(found.low.low), _rough(found.high.high))
+        rule = (mode, _rough(facts.low.low), _rough(facts.high.high))
         reason = "from the 1st to the 99th percentile of nearly all volumes, whose scales may differ"
-    elif mode == "percentile" and has_window and not found.num_flat:
+    elif mode == "percentile" and has_window and not facts.num_flat:
         rule, reason = percentile, "nearly the whole range of each volume"
-    elif found.kind == LABEL_MAPS and mode != "percentile":
-        rule = ("window", 0.0, max(1.0, found.largest))
+    elif facts.kind == LABEL_MAPS and mode != "percentile":
+        rule = ("window", 0.0, max(1.0, facts.largest))
         reason = "all volumes have few whole values from 0 on, as label maps have, so all keep their meaning"
-    elif found.kind == CT and mode != "percentile":
-        rule = ("window", -1000.0, _upper(found.high.median))
+    elif facts.kind == CT and mode != "percentile":
+        rule = ("window", -1000.0, _upper(facts.high.median))
         reason = (
-            f"{found.kinds[CT]} of {found.number} volumes look like CT (lowest values about {found.lowest.median:g}, "
-            f"99th percentile {found.high.median:g}), whose values mean the same in every volume"
+            f"{facts.kinds[CT]} of {facts.number} volumes look like CT (lowest values about {facts.lowest.median:g}, "
+            f"99th percentile {facts.high.median:g}), whose values mean the same in every volume"
         )
-        is_weak = most < 0.9 or found.number < FEW or rule[2] > BRIGHT
-    elif found.num_flat:
-        number = f"{counted(found.num_flat, 'volume')} of {found.number}"
+        is_weak = most < 0.9 or facts.number < FEW or rule[2] > BRIGHT
+    elif facts.num_flat:
+        number = f"{counted(facts.num_flat, 'volume')} of {facts.number}"
         rule, reason = whole, f"{number} are background up to the 99.5th percentile, so the whole range is kept"
-    elif found.background >= MOSTLY_EMPTY:
+    elif facts.background >= MOSTLY_EMPTY:
         rule = whole
-        reason = f"{found.background:.1%} of a volume are background, so percentiles would cut off what is not"
+        reason = f"{facts.background:.1%} of a volume are background, so percentiles would cut off what is not"
     else:
-        kind = "MR or alike by their values (none negative)" if found.lowest.low >= 0 else "not CT by their values"
+        kind = "MR or alike by their values (none negative)" if facts.lowest.low >= 0 else "not CT by their values"
         rule, reason = percentile, f"the volumes are {kind}, whose scale differs between volumes"
-        is_weak = found.lowest.low < 0 or most < 0.9
+        is_weak = facts.lowest.low < 0 or most < 0.9
     reasons = (reason, "the lower end of that range", "the upper end of that range")
     for name, value, why in zip(("mode", "lower", "upper"), rule, reasons, strict=True):
         yield Choice(f"data.intensity.{name}", value, why, is_weak)
 
 
-def _channel_choices(found: Fingerprint) -> Iterator[Choice]:
+def _channel_choices(facts: Fingerprint) -> Iterator[Choice]:
     """Choose a rule for each channel where one does not suit all of them; only for percentiles of all channels."""
     rules: list[tuple[str, float, float]] = []
-    for lower, upper in found.ranges:
-        is_whole = lower >= upper or found.background >= MOSTLY_EMPTY
+    for lower, upper in facts.ranges:
+        is_whole = lower >= upper or facts.background >= MOSTLY_EMPTY
         rule = ("percentile", 0.0, 100.0) if is_whole else ("percentile", 0.5, 99.5)
         rules.append(("window", -1000.0, _upper(upper)) if lower < AIR and upper > 0 else rule)
     if len(set(rules)) > 1:
-        text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
+        text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(facts.ranges))
         for name, values in zip(("mode", "lower", "upper"), zip(*rules, strict=True), strict=True):
             reason = f"the channels differ (nearly all values of {text})"
             yield Choice(f"data.intensity.{name}", list(values), reason, True)
@@ -321,12 +317,12 @@ def _rough(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def val_fraction(found: Fingerprint) -> float:
+def val_fraction(facts: Fingerprint) -> float:
     """Return the share of volumes to hold out."""
-    return 0.2 if found.is_small else 0.1
+    return 0.2 if facts.is_small else 0.1
 
 
-def _data_choices(found: Fingerprint, view: FieldOfView, layout: Layout, num_held_out: int) -> Iterator[Choice]:
+def _data_choices(facts: Fingerprint, view: FieldOfView, layout: Layout, num_held_out: int) -> Iterator[Choice]:
     """Choose grid, spacing, channels, split and augmentation."""
     stored = [round(mm / step) for mm, step in zip(view.size_mm, view.spacing_mm, strict=True)]
     change, text = math.prod(stored) / layout.voxels, "x".join(map(str, stored))
@@ -339,25 +335,25 @@ def _data_choices(found: Fingerprint, view: FieldOfView, layout: Layout, num_hel
     if view.resize == "crop_or_pad":
         yield Choice("data.spacing", layout.stated_spacing, "the field of view divided by the grid", view.is_weak)
     else:
-        reason = f"{found.num_without_spacing} of {found.number} files store none"
-        if found.has_spacing:
+        reason = f"{facts.num_without_spacing} of {facts.number} files store none"
+        if facts.has_spacing:
             stated = "x".join(f"{mm:.3g}" for mm in layout.spacing_mm)
             reason = f"stretching to the grid makes voxels of about {stated} mm anyway"
         yield Choice("data.spacing", None, reason)
-    reason, many = "as many as the files have", found.num_channels > MANY_CHANNELS
+    reason, many = "as many as the files have", facts.num_channels > MANY_CHANNELS
     reason += "; if these are points in time, set data.frame to read one volume" if many else ""
-    yield Choice("autoencoder.in_channels", found.num_channels, reason, many)
-    yield Choice("data.val_fraction", val_fraction(found), f"{num_held_out} of {found.number} to validate with")
-    reason = f"fewer than {SMALL_SET} volumes" if found.is_small else f"{found.number} volumes vary enough"
-    yield Choice("data.use_augmentation", found.is_small, reason)
+    yield Choice("autoencoder.in_channels", facts.num_channels, reason, many)
+    yield Choice("data.val_fraction", val_fraction(facts), f"{num_held_out} of {facts.number} to validate with")
+    reason = f"fewer than {SMALL_SET} volumes" if facts.is_small else f"{facts.number} volumes vary enough"
+    yield Choice("data.use_augmentation", facts.is_small, reason)
 
 
-def class_choices(found: Fingerprint) -> Iterator[Choice]:
+def class_choices(facts: Fingerprint) -> Iterator[Choice]:
     """Choose conditioning by class if folders or labels are classes, and what keeps patients together."""
-    sizes = sorted(found.classes.values())
+    sizes = sorted(facts.classes.values())
     are_patients = len(sizes) > 1 and float(np.median(sizes)) < LEAST_OF_CLASS
     if len(sizes) > 1 and not are_patients:
-        singles = [printable(name) for name, count in found.classes.items() if count == 1]
+        singles = [printable(name) for name, count in facts.classes.items() if count == 1]
         reason = f"{len(sizes)} classes of {sizes[0]} to {sizes[-1]} volumes"
         reason += f"; a single volume in: {', '.join(singles[:5])}" if singles else ""
         yield Choice("ldm.conditioning.type", "class", reason, sizes[0] < FEW)
@@ -367,33 +363,33 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
         if are_patients:
             reason = f"{len(sizes)} names of {sizes[0]} to {sizes[-1]} volumes look like patients, not classes"
         elif sizes:
-            reason = f"all volumes are of one class ({printable(next(iter(found.classes)))})"
+            reason = f"all volumes are of one class ({printable(next(iter(facts.classes)))})"
         yield Choice("ldm.conditioning.type", "none", reason, are_patients)
         yield Choice("ldm.conditioning.num_classes", 0, "no classes")
-    group, reason = found.group_by, "no names suggest several volumes of one patient"
+    group, reason = facts.group_by, "no names suggest several volumes of one patient"
     if group is not None:
         reason = "by their names some patients have several volumes, which stay together"
-    elif are_patients and 1 < len({item.name.rpartition("/")[0] for item in found.found}) < found.number:
+    elif are_patients and 1 < len({item.name.rpartition("/")[0] for item in facts.volumes}) < facts.number:
         group, reason = "folder", "volumes in one folder stay on one side of the split"
     yield Choice("data.group_by", group, reason, bool(group))
 
 
-def notes(found: Fingerprint) -> list[str]:
+def notes(facts: Fingerprint) -> list[str]:
     """Return what the user should know besides the values."""
     lines = []
-    if found.problems:
+    if facts.problems:
         lines.append(
-            f"{counted(len(found.problems), 'problem')} with files that this plan does without; training refuses the "
-            f"folder until they are repaired or moved away: {' | '.join(grouped(found.problems))}"
+            f"{counted(len(facts.problems), 'problem')} with files that this plan does without; training refuses the "
+            f"folder until they are repaired or moved away: {' | '.join(grouped(facts.problems))}"
         )
-    if found.is_small:
+    if facts.is_small:
         lines.append(
-            f"{counted(found.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "
+            f"{counted(facts.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "
             "and keeps the networks small; before you trust or publish samples, compare them with their nearest "
             "training volumes in report.html."
         )
-    if found.unusual:
-        some = "; ".join(found.unusual[:3]) + (f"; and {len(found.unusual) - 3} more" if len(found.unusual) > 3 else "")
+    if facts.unusual:
+        some = "; ".join(facts.unusual[:3]) + (f"; and {len(facts.unusual) - 3} more" if len(facts.unusual) > 3 else "")
         lines.append(f"Unusual, worth a look: {some}.")
     return lines
 

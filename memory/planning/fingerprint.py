@@ -52,7 +52,7 @@ class Fingerprint:
     """
 
     source: str
-    found: tuple[DiscoveredVolume, ...]
+    volumes: tuple[DiscoveredVolume, ...]
     sizes: tuple[Axes, ...]
     spacings: tuple[Axes, ...]
     num_without_spacing: int
@@ -113,35 +113,35 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
     source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
     known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
     num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
-    found, facts, problems = [], [], []
+    volumes, facts, problems = [], [], []
     for item, checked in zip(source.volumes, source.checked, strict=True):
         own = _problems(checked, s, num_channels)
         problems += own
         if not own and checked.facts is not None:
-            found.append(item)
+            volumes.append(item)
             facts.append(checked.facts)
-    if source.unlabelled or 2 * len(found) <= len(source.volumes):
+    if source.unlabelled or 2 * len(volumes) <= len(source.volumes):
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    return fingerprint_of(found, facts, s, len(source.left_out), problems)
+    return fingerprint_of(volumes, facts, s, len(source.left_out), problems)
 
 
 def fingerprint_of(
-    found: Sequence[DiscoveredVolume],
+    volumes: Sequence[DiscoveredVolume],
     facts: Sequence[VolumeFacts],
     s: DataSettings,
     num_left_out: int = 0,
     problems: Sequence[Note] = (),
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
-    counts = Counter(item.class_name for item in found)
+    counts = Counter(item.class_name for item in volumes)
     sizes, spacings = zip(*(turned(fact, s) for fact in facts), strict=True)
     ends = [np.median([getattr(fact, name) for fact in facts], axis=0).tolist() for name in ("lower", "upper")]
     are_maps = all(looks_like_labels(fact) for fact in facts)
     return Fingerprint(
         source=s.source,
-        found=tuple(found),
+        volumes=tuple(volumes),
         sizes=tuple(tuple(map(float, size)) for size in sizes),
         spacings=spacings,
         num_without_spacing=sum(not fact.has_spacing for fact in facts),
@@ -155,10 +155,10 @@ def fingerprint_of(
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
         ranges=tuple(zip(*ends, strict=True)),
-        classes={name: counts[name] for name in class_names_of(found)},
-        group_by=suspected_pattern(found),
+        classes={name: counts[name] for name in class_names_of(volumes)},
+        group_by=suspected_pattern(volumes),
         num_left_out=num_left_out,
-        unusual=tuple(outlier_lines([item.name for item in found], facts, s)),
+        unusual=tuple(outlier_lines([item.name for item in volumes], facts, s)),
         problems=tuple(problems),
     )
 
@@ -179,26 +179,26 @@ def _is_flat(facts: VolumeFacts) -> bool:
     return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
 
 
-def found_lines(found: Fingerprint) -> list[str]:
+def found_lines(facts: Fingerprint) -> list[str]:
     """Return what the volumes are like, a line for each fact."""
-    spacing = f"{found.num_without_spacing} of {found.number} files store none"
-    if found.has_spacing:
-        spacing = f"{_axes(found.spacings)} mm"
-    low, median, high = map(_spread, (found.low, found.median, found.high))
-    background = "" if math.isnan(found.background) else f"; background: {found.background:.0%} of a volume"
-    kinds = ", ".join(f"{kind} ({count} of {found.number})" for kind, count in found.kinds.items())
+    spacing = f"{facts.num_without_spacing} of {facts.number} files store none"
+    if facts.has_spacing:
+        spacing = f"{_axes(facts.spacings)} mm"
+    low, median, high = map(_spread, (facts.low, facts.median, facts.high))
+    background = "" if math.isnan(facts.background) else f"; background: {facts.background:.0%} of a volume"
+    kinds = ", ".join(f"{kind} ({count} of {facts.number})" for kind, count in facts.kinds.items())
     lines = [
-        f"volumes:   {found.number} in {printable(found.source)}",
-        f"size:      {_axes(found.sizes)} voxels",
+        f"volumes:   {facts.number} in {printable(facts.source)}",
+        f"size:      {_axes(facts.sizes)} voxels",
         f"spacing:   {spacing}",
         f"intensity: 1st percentile {low}, median {median}, 99th {high}{background}",
-        f"kind:      {kinds}, by the values; {counted(found.num_channels, 'channel')}",
+        f"kind:      {kinds}, by the values; {counted(facts.num_channels, 'channel')}",
     ]
-    if found.classes:
-        shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
-        lines.append(f"classes:   {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
-    if found.num_left_out:
-        lines.append(f"left out:  {counted(found.num_left_out, 'file')}; check_data.py says which and why")
+    if facts.classes:
+        shown = [f"{printable(name)} ({count})" for name, count in list(facts.classes.items())[:8]]
+        lines.append(f"classes:   {', '.join(shown)}{' ...' if len(facts.classes) > 8 else ''}")
+    if facts.num_left_out:
+        lines.append(f"left out:  {counted(facts.num_left_out, 'file')}; check_data.py says which and why")
     return lines
 
 

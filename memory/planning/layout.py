@@ -231,14 +231,14 @@ def _rounded(size: Sequence[float], steps: Sequence[int], resize: str) -> Grid:
     return min(candidates, key=distortion)
 
 
-def suggested_values(found: Fingerprint, settings: Settings) -> dict[str, Any] | None:
+def suggested_values(facts: Fingerprint, settings: Settings) -> dict[str, Any] | None:
     """Return the keys by which a plan with these networks, and memory for any grid, brings the volumes to a grid.
 
     None if the settings refuse that grid.
     """
     networks, unet = settings.autoencoder, settings.ldm.unet
-    view = replace(covered_field_of_view(found), strides=networks.level_strides, unet_levels=len(unet.num_channels))
-    if settings.data.spacing is not None and found.has_spacing:
+    view = replace(covered_field_of_view(facts), strides=networks.level_strides, unet_levels=len(unet.num_channels))
+    if settings.data.spacing is not None and facts.has_spacing:
         view = replace(view, spacing_mm=tuple(settings.data.spacing))
     layout = layouts(view)[-1]
     values: dict[str, Any] = {"data.voxel_size": list(layout.grid), "data.resize": view.resize}

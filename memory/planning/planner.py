@@ -7,11 +7,12 @@ import os
 import shlex
 import textwrap
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from data.volumes import split
 from memory.kernels.gpus import Gpu, hours_range_text, time_range
@@ -31,7 +32,7 @@ from memory.planning.choices import (
 )
 from memory.planning.fingerprint import Fingerprint, found_lines
 from memory.planning.layout import FieldOfView, Grid, Layout, covered_field_of_view, fixed_layout, layouts
-from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Prediction, Predictor, Stage
+from memory.predict.prediction import GIB, TRAINING_STEP, Prediction, Predictor, Stage
 from runtime.cli import OUT_OF_MEMORY
 from runtime.files import printable
 from settings import ConfigError, DataSettings, Problem, Settings, UserError, dump_short, validate
@@ -44,16 +45,11 @@ PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128
 """Patches of the first size without checkpoints are better than larger ones with; the second size is large enough."""
 DEFAULT_SEED: int = Settings.model_fields["seed"].default
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
-PRUNE_ABOVE = 1.04
-"""A candidate whose estimate exceeds the limit by this factor is not predicted any more."""
-STOP_ABOVE = 0.95
-"""An item that needs this part of the limit is taken, even if a little more might fit."""
-HALVINGS = 12
-"""How often the range of the steps is halved when they are cut to keep to the hours."""
+SHARES = 4096
+"""How finely the steps are cut to keep to the hours."""
 SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"
 WEAK = "(?)"
 WIDTH = 118
-Item = TypeVar("Item")
 
 
 class NothingFitsError(UserError):
@@ -97,7 +93,7 @@ class Planner:
         names = ("val_fraction", "group_by", "class_labels")
         splits = {"source": fingerprint.source, **{name: values.get(f"data.{name}") for name in names}}
         s = DataSettings.model_validate(splits)
-        train, held_out = split(fingerprint.found, s, given.get("seed", DEFAULT_SEED))
+        train, held_out = split(fingerprint.volumes, s, given.get("seed", DEFAULT_SEED))
         view = self._field_of_view(fingerprint)
         self.set = PlannedSet(fingerprint, view, given, (len(train), len(held_out)), name)
 
@@ -133,10 +129,10 @@ class Planner:
         predictions = self._predict_all(candidate)
         if not all(map(self._fits, predictions.values())):
             raise self._nothing_fits(candidate)
-        found = self.set.found
-        lines = (*notes(found), *cuts)
+        facts = self.set.facts
+        lines = (*notes(facts), *cuts)
         choices = tuple(candidate.choices())
-        return Plan(self._settings(candidate), choices, predictions, found, lines, self.budget_bytes, self.gpu)
+        return Plan(self._settings(candidate), choices, predictions, facts, lines, self.budget_bytes, self.gpu)
 
     def _settings(self, candidate: Candidate) -> Settings:
         """Return the validated config of a candidate; raise `ConfigError` if given values do not go together."""
@@ -148,11 +144,7 @@ class Planner:
     def _start(self, candidate: Candidate, stage: Stage) -> tuple[Settings, Future[Prediction]]:
         """Start a prediction unless it was asked for before; candidates that differ only in their steps share one."""
         settings, networks = self._settings(candidate), candidate.networks
-        own: Any = networks["autoencoder"]
-        if stage == "ldm" and not settings.ldm.training.pixel_loss.weight:
-            # How the autoencoder is trained does not matter to what decodes samples.
-            own = settings.autoencoder.num_channels, settings.autoencoder.attention_levels
-        key = (stage, candidate.layout.grid, own, networks["ldm"] if stage == "ldm" else None)
+        key = (stage, candidate.layout.grid, networks["autoencoder"], stage == "ldm" and networks["ldm"])
         with self._lock:
             if key not in self._futures:
                 self._futures[key] = self._predictor.submit(settings, stage)
@@ -187,9 +179,8 @@ class Planner:
         candidate = self._best(finest)
         if candidate is None and coarser:
             leasts = [self._least(layout) for layout in coarser]
-            voxels, needed, limit = (lambda least: least.layout.voxels), self._needed_bytes, self.budget_bytes
-            position = last_that_fits(leasts, voxels, needed, limit, len(leasts), CONTEXT_BYTES)
-            candidate = self._best(coarser[position]) if position >= 0 else None
+            number = bisect_right(leasts, self.budget_bytes, key=self._needed_bytes)
+            candidate = self._best(coarser[number - 1]) if number else None
         if candidate is None:
             raise self._nothing_fits(self._least(choices[0]))
         return candidate
@@ -281,19 +272,13 @@ class Planner:
         return list(dict.fromkeys(grids))
 
     def _last(self, top: Candidate, stage: Stage, networks: Sequence[Network]) -> Network | None:
-        """Return the last of some networks that fits, None if none does; what the top needs says where to begin."""
-        if not networks:
-            return None
-        grid, limit = top.layout.grid, self.budget_bytes
+        """Return the last of some networks that fits, None if none does; they are in the order of their needs."""
 
-        def need(network: Network) -> float:
+        def need(network: Network) -> int:
             return self._predict(top.changed(stage, network), stage).required_with_margin
 
-        costs = [network.cost(grid) for network in networks]
-        slope = (need(top.networks[stage]) - CONTEXT_BYTES) / top.networks[stage].cost(grid)
-        start = max((n for n, cost in enumerate(costs) if CONTEXT_BYTES + slope * cost <= limit), default=0)
-        position = last_that_fits(networks, lambda network: network.cost(grid), need, limit, start, CONTEXT_BYTES)
-        return networks[position] if position >= 0 else None
+        number = bisect_right(networks, self.budget_bytes, key=need)
+        return networks[number - 1] if number else None
 
     def _settled(self, candidate: Candidate) -> Candidate:
         """Return the candidate with a second stage that fits beside its autoencoder, which the search did not know."""
@@ -326,25 +311,19 @@ class Planner:
         if hours / needed < 0.5:
             for stage in STAGES:
                 candidate = self._narrower(candidate, stage, hours / needed)
-        low, high = 0.0, 1.0
-        if total(1.0) <= hours:
-            low = 1.0
-        elif (least := total(0.0)) > hours:
-            allowed = (
-                f"allowed: at least {1.1 * least:.2g}, what {LEAST_STEPS} updates or given steps take in both stages"
-            )
+        number = bisect_right(range(SHARES + 1), hours, key=lambda number: total(number / SHARES))
+        if not number:
+            least = f"{1.1 * total(0.0):.2g}"
+            allowed = f"allowed: at least {least}, what {LEAST_STEPS} updates or given steps take in both stages"
             remedy = "give more, or a coarser data.voxel_size"
             raise ConfigError([Problem("--hours", f"found {hours:g}", allowed, remedy)])
-        else:
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                low, high = (middle, high) if total(middle) <= hours else (low, middle)
+        share = (number - 1) / SHARES
         networks = candidate.networks
         narrower = [f"{s} {networks[s].width} instead of {before[s].width}" for s in STAGES if networks[s] != before[s]]
-        cuts = [f"steps are cut to {low:.2g} of what suits the set"] if low < 1 else []
+        cuts = [f"steps are cut to {share:.2g} of what suits the set"] if share < 1 else []
         cuts += [f"channels are fewer ({', '.join(narrower)})"] if narrower else []
         text = f"To keep to {hours:g} hours, at the longest that an update should take, {' and '.join(cuts)}."
-        return replace(candidate, steps_share=low), [text]
+        return replace(candidate, steps_share=share), [text]
 
     def _narrower(self, candidate: Candidate, stage: Stage, share: float) -> Candidate:
         """Return the candidate with the widest network whose half number of steps takes this share of the time."""
@@ -358,8 +337,8 @@ class Planner:
         def need(network: Network) -> float:
             return part * self._longest_hours(candidate.changed(stage, network), stage)
 
-        position = last_that_fits(networks, lambda network: network.width, need, limit, len(networks) // 2)
-        return candidate.changed(stage, networks[max(0, position)])
+        number = bisect_right(networks, limit, key=need)
+        return candidate.changed(stage, networks[max(0, number - 1)])
 
 
 def of_run(prediction: Prediction, settings: Settings, stage: Stage, num_volumes: tuple[int, int]) -> Prediction:
@@ -368,40 +347,6 @@ def of_run(prediction: Prediction, settings: Settings, stage: Stage, num_volumes
     num_validations = math.ceil(training.max_steps / training.validate_every)
     volumes = list(num_volumes)
     return replace(prediction, max_steps=training.max_steps, num_validations=num_validations, num_volumes=volumes)
-
-
-def last_that_fits(
-    items: Sequence[Item],
-    cost: Callable[[Item], float],
-    need: Callable[[Item], float],
-    limit: float,
-    start: int,
-    fixed: float = 0.0,
-) -> int:
-    """Return the position of the last item whose need is within the limit, -1 if none is.
-
-    Items are in the order of their needs, which grow about linearly with their costs. `need` is slow, so each call aims
-    where the limit should lie by the calls before, and an item that nearly uses the limit ends the search. fixed: what
-    an item without cost would need.
-    """
-    costs, known = [cost(item) for item in items], [(0.0, fixed)]
-    low, high, position = -1, len(items), start
-    while high - low > 1:
-        position = min(max(position, low + 1), high - 1)
-        known.append((costs[position], need(items[position])))
-        *others, (here, needed) = known
-        low, high = (position, high) if needed <= limit else (low, position)
-        if STOP_ABOVE * limit <= needed <= limit:
-            break
-        # Needs can be equal or fall where another kind of network begins, so such a line says nothing.
-        slopes = ((needed - less) / (here - before) for before, less in reversed(others) if here != before)
-        slope = next((slope for slope in slopes if slope > 0), 0.0)
-        estimates = [needed + slope * (other - here) for other in costs]
-        if len(known) > 2 and -1 < low < high - 1 and estimates[low + 1] > PRUNE_ABOVE * limit:
-            break
-        fitting = [place for place in range(low + 1, high) if estimates[place] <= limit]
-        position = fitting[-1] if fitting else low + 1
-    return low
 
 
 def describe_plan(plan: Plan) -> str:

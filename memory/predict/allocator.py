@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from memory.predict.prediction import MIB
-from memory.predict.tracker import MemoryTracker, StepEvents
+from memory.predict.tracker import MemoryTracker
 
 ALIGNMENT = 512
 SMALL_REQUEST = 1 * MIB  # up to this size: the small pool
@@ -252,19 +252,14 @@ class CachingAllocator:
         self._reserve(grown)
 
 
-def replay(
-    trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits, emptied: Container[int] = ()
-) -> CachingAllocator:
+def replay(trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits) -> CachingAllocator:
     """Run a trace through the allocator and return the allocator.
 
     trace: an allocation is its index into `sizes`, a release the complement of that index; sizes of 0 are skipped.
-    emptied: before which events the cache is emptied.
     """
     allocator = CachingAllocator(limits)
     blocks: dict[int, _Block | None] = {}
-    for position, event in enumerate(trace):
-        if position in emptied:
-            allocator.empty_cache()
+    for event in trace:
         if event >= 0:
             blocks[event] = allocator.allocate(sizes[event])
         else:
@@ -279,133 +274,110 @@ def replay_pinned(trace: Iterable[int], sizes: Sequence[int]) -> int:
     """
     reserved = 0
     free: Counter[int] = Counter()
-    blocks: dict[int, int] = {}
     for event in trace:
-        if event >= 0 and sizes[event]:
-            size = blocks[event] = 1 << (sizes[event] - 1).bit_length()
-            if free[size]:
-                free[size] -= 1
-            else:
-                reserved += size
-        elif event < 0 and ~event in blocks:
-            free[blocks.pop(~event)] += 1
+        nbytes = sizes[max(event, ~event)]
+        block = 1 << (nbytes - 1).bit_length() if nbytes else 0
+        if event < 0:
+            free[block] += 1
+        elif free[block]:
+            free[block] -= 1
+        else:
+            reserved += block
     return reserved
 
 
-_LATER = ("optimizer", "gradients")
-"""What a tracked step begins with, but a run does not."""
-
-
 def replay_training(tracker: MemoryTracker, limits: AllocatorLimits) -> CachingAllocator:
-    """Run two updates of a tracked step through the allocator."""
+    """Run two updates through the allocator, made of one tracked step, which began with optimizer states.
+
+    In a real run libraries take their memory, and the first micro-batch its gradients, between activations, and
+    optimizer states come after the first backward pass. Updaters take turns: the states of each come when the gradients
+    of the one before are gone. In the first micro-batch cuDNN tries its algorithms, which empties the cache.
+    """
     assert tracker.step is not None, "only a tracker of a whole step knows where it is in the trace"
-    records, incoming = tracker.allocations, set(tracker.first_gradients.values())
+    step, records = tracker.step, tracker.allocations
+    set_up, backward = tracker.trace[: step.start], tracker.trace[step.start : step.update]
+    update = tracker.trace[step.update : step.end]
+    released = {~event for event in set_up if event < 0}
+    states = [event for event in set_up if event >= 0 and records[event].category == "optimizer"]
+    run = _RepeatedStep(tracker, limits)
+    for event in set_up:
+        index = max(event, ~event)
+        category = records[index].category
+        if category == "parameters" or (index not in released and category not in ("optimizer", "gradients")):
+            run.allocate(index) if event >= 0 else run.release(index)
+    is_accumulating = any(records[e].category == "gradients" and e not in released for e in set_up if e >= 0)
+    gradients = set(tracker.first_gradients.values())  # as backward hands them to parameters
     owned, start = [], 0
     for end, parameters in tracker.updaters:  # what each updater owns: its states and its gradients
         of_updater = {index for parameter, index in tracker.first_gradients.items() if parameter in parameters}
         owned.append({*range(start, end), *of_updater})
         start = end
-    categories = [record.category for record in records]
-    trace, sources, emptied = training_trace(
-        tracker.trace, categories, tracker.step, incoming, tracker.kept, tracker.benchmarked, owned
-    )
-    sizes = [0 if record.place == "host" else record.nbytes for record in (records[source] for source in sources)]
-    return replay(trace, sizes, limits, emptied)
-
-
-def training_trace(
-    trace: Sequence[int],
-    categories: Sequence[str],
-    step: StepEvents,
-    incoming: set[int],
-    kept: set[int],
-    emptied: Sequence[int] = (),
-    updaters: Sequence[Container[int]] = (),
-) -> tuple[list[int], list[int], set[int]]:
-    """Return the trace of two updates, made of one step that began with optimizer states, and what it allocates.
-
-    In a real run libraries take their memory, and the first
-    micro-batch its gradients, between activations, and optimizer states come after the first backward pass. Updaters
-    take turns: the states of each come when the gradients of the one before are gone.
-
-    incoming: gradients as backward hands them to parameters. kept: what libraries take once. emptied: before which
-    events the first micro-batch empties the cache. updaters: the states and gradients of each; without, one has all.
-    The second list says of which allocation each is a copy, the third value before which events the cache is emptied.
-    """
-    copies = _Copies(kept)
-    before = [event for event in trace[: step.start] if event >= 0]
-    released = {~event for event in trace[: step.start] if event < 0}
-    update = trace[step.update : step.end]
-    is_accumulating = any(categories[index] == "gradients" and index not in released for index in before)
-    for event in trace[: step.start]:
-        index = max(event, ~event)
-        if categories[index] == "parameters" or (index not in released and categories[index] not in _LATER):
-            copies.allocate(index) if event >= 0 else copies.release(index)
-    backward = trace[step.start : step.update]
-    for number in range(2):
-        emptying = {event - step.start for event in emptied} if not number else set()
+    trials = {event - step.start for event in tracker.benchmarked}
+    for is_first in (True, False):
+        emptying = trials if is_first else set()
         if is_accumulating:
-            copies.run(backward, incoming, emptying)
-            copies.end_micro_batch(incoming)
-        copies.run(backward, emptying=set() if is_accumulating else emptying)
+            run.events(backward, staying=gradients, emptying=emptying)
+            run.end_micro_batch(staying=gradients)
+            emptying = set()
+        run.events(backward, emptying=emptying)
         done = 0
-        for owned in updaters or (range(len(categories)),):
-            for index in before if not number else ():
-                if categories[index] == "optimizer" and index in owned:
-                    copies.allocate(index)
-            end = max((i + 1 for i, event in enumerate(update) if event < 0 and ~event in owned), default=done)
-            copies.run(update[done:end])
-            copies.release_gradients(owned)
+        for of_updater in owned:
+            for index in states if is_first else ():
+                if index in of_updater:
+                    run.allocate(index)
+            end = max((i + 1 for i, event in enumerate(update) if event < 0 and ~event in of_updater), default=done)
+            run.events(update[done:end])
+            run.release_gradients(of_updater)
             done = end
-        copies.run(update[done:])
-        copies.end_micro_batch()
-        copies.release_gradients(range(len(categories)))
-    return copies.trace, copies.sources, copies.emptied
+        run.events(update[done:])
+        run.end_micro_batch()
+        run.release_gradients(gradients)
+    return run.allocator
 
 
-class _Copies:
-    """A trace that repeats another one; each repetition allocates anew, but for allocations in `kept`."""
+class _RepeatedStep:
+    """Repeats a tracked step in an allocator; each repetition allocates anew what libraries do not keep."""
 
-    def __init__(self, kept: set[int]) -> None:
-        self.kept = kept
-        self.trace: list[int] = []
-        self.sources: list[int] = []
-        self.emptied: set[int] = set()
-        self._live: dict[int, int] = {}
-        self._gradients: list[int] = []
+    def __init__(self, tracker: MemoryTracker, limits: AllocatorLimits) -> None:
+        self.allocator, self.kept = CachingAllocator(limits), tracker.kept
+        self._sizes = [0 if record.place == "host" else record.nbytes for record in tracker.allocations]
+        self._live: dict[int, _Block | None] = {}
         self._of_micro_batch: set[int] = set()
+        self._gradients: list[tuple[int, _Block | None]] = []  # of earlier micro-batches
 
     def allocate(self, index: int) -> None:
-        self._live[index] = len(self.sources)
-        self.trace.append(len(self.sources))
-        self.sources.append(index)
+        self._live[index] = self.allocator.allocate(self._sizes[index])
 
     def release(self, index: int) -> None:
-        self.trace.append(~self._live.pop(index))
+        self.allocator.release(self._live.pop(index), self._sizes[index])
 
-    def run(self, events: Sequence[int], staying: Container[int] = (), emptying: Container[int] = ()) -> None:
+    def events(self, events: Sequence[int], staying: Container[int] = (), emptying: Container[int] = ()) -> None:
         """Repeat events; do not release allocations in `staying`, and empty the cache before events in `emptying`."""
         for position, event in enumerate(events):
             if position in emptying:
-                self.emptied.add(len(self.trace))
-            if event < 0:
-                if ~event not in staying and ~event in self._live and ~event not in self.kept:
-                    self.release(~event)
-                    self._of_micro_batch.discard(~event)
-            elif event not in self._live or event not in self.kept:
+                self.allocator.empty_cache()
+            if event in self.kept:
+                if event not in self._live:
+                    self.allocate(event)
+            elif event >= 0:
                 self.allocate(event)
-                if event not in self.kept:
-                    self._of_micro_batch.add(event)
+                self._of_micro_batch.add(event)
+            elif ~event in self._live and ~event not in staying:
+                self.release(~event)
+                self._of_micro_batch.discard(~event)
 
-    def end_micro_batch(self, gradients: Container[int] = ()) -> None:
-        """Release what is left, but `gradients`, which stay until their update is over."""
+    def end_micro_batch(self, staying: Container[int] = ()) -> None:
+        """Release what is left, but the gradients in `staying`, which live until their update is over."""
         for index in self._of_micro_batch:
-            copy = self._live.pop(index)
-            self._gradients += [copy] if index in gradients else []
-            self.trace += [] if index in gradients else [~copy]
+            if index in staying:
+                self._gradients.append((index, self._live.pop(index)))
+            else:
+                self.release(index)
         self._of_micro_batch.clear()
 
     def release_gradients(self, owned: Container[int]) -> None:
         """Release those gradients of earlier micro-batches that an updater owns."""
-        self.trace += [~copy for copy in self._gradients if self.sources[copy] in owned]
-        self._gradients = [copy for copy in self._gradients if self.sources[copy] not in owned]
+        for index, block in self._gradients:
+            if index in owned:
+                self.allocator.release(block, self._sizes[index])
+        self._gradients = [(index, block) for index, block in self._gradients if index not in owned]

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from memory.kernels.operators import combined
 from memory.predict.tracker import MemoryTracker
-from runtime.observer import Chunk, MemoryObserver, observed_by
+from runtime.observer import MemoryObserver, observed_by
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -153,7 +151,7 @@ def tracked(mode: FakeTensorMode | None, cuda: bool = True, without_triton: int 
 
 
 class _StepObserver(MemoryObserver):
-    """Tells a tracker what a step offloads, and runs only as many equal chunks of a loss as it needs to see."""
+    """Tells a tracker what a step offloads, and a step what is predicted."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self.tracker = tracker
@@ -166,56 +164,6 @@ class _StepObserver(MemoryObserver):
 
     def free_host_bytes(self) -> int:
         return sys.maxsize  # what this machine has says nothing about the one that is predicted
-
-    def chunks_to_run(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """Yield the first two of equal chunks and let the tracker repeat the second.
-
-        The second is the first to start from the state that an equal chunk leaves behind.
-        """
-        tracker = self.tracker
-        if tracker.fake is None:
-            yield from chunks
-            return
-        for _, group in groupby(chunks, key=_shape_of):
-            first, *others = group
-            yield first
-            if others:
-                once, before = (len(tracker.kept), len(tracker.benchmarked)), (tracker.flops, tracker.work)
-                start, known = len(tracker.trace), len(tracker.allocations)
-                tracker.start_counting()
-                yield others[0]
-                is_alike = once == (len(tracker.kept), len(tracker.benchmarked))
-                copies = _repeat(tracker, start, known, len(others) - 1) if is_alike else 0
-                flops, work = before
-                for purpose, number in tracker.flops.items():
-                    flops[purpose] += (copies + 1) * number
-                tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
-                yield from others[copies + 1 :]
-
-
-def _repeat(tracker: MemoryTracker, start: int, known: int, copies: int) -> int:
-    """Record what follows `start` so many times more; return how often: 0 times if it frees what it did not allocate.
-
-    The copies come before the events themselves, because what those have left is still alive.
-    """
-    events, records = tracker.trace[start:], tracker.allocations
-    released = {~event for event in events if event < 0}
-    left = [event for event in events if event >= 0 and event not in released]
-    taken_over = sorted(index for index in released if index < known)
-    if [records[index].nbytes for index in taken_over] != [records[index].nbytes for index in left]:
-        return 0
-    predecessor = {index: index for index in taken_over}
-    trace = tracker.trace[:start]
-    for _ in range(copies):
-        copy = dict(predecessor)
-        for event in events:
-            if event >= 0:
-                copy[event] = len(records)
-                records.append(records[event])
-            trace.append(copy[event] if event >= 0 else ~copy[~event])
-        predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
-    tracker.trace[:] = trace + [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
-    return copies
 
 
 class CopiedWeights(MemoryObserver):
@@ -243,10 +191,6 @@ def place(tracker: MemoryTracker, weights: Iterable[Tensor], copied: Sequence[Te
     while originals:
         weight, _ = originals.pop(0)
         tracker.adopt([weight], "parameters")
-
-
-def _shape_of(chunk: Sequence[Any]) -> tuple[int, tuple[bool, ...]]:
-    return len(chunk), tuple(isinstance(part, int) for part in chunk[0])
 
 
 def measure_peak(

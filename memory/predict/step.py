@@ -29,6 +29,7 @@ from memory.predict.emulation import CopiedWeights, emulated, place, tracked
 from memory.predict.known_results import CPU
 from memory.predict.prediction import (
     ENCODED_VOLUME,
+    GIB,
     MARGINS,
     NOT_PREDICTED,
     NOT_PREDICTED_ON_CPU,
@@ -205,18 +206,13 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
-    """Return what a config crosses, or nearly crosses, that makes convolutions many times larger."""
-    way_out = "use slabs (autoencoder.training.slab_rows), patches (data.patch_size) or a smaller grid"
+    """Return what about a device makes a step need much more than on others."""
     texts = []
-    if tracker.unfolded[True]:
+    if tracker.unfolded:
         texts.append(
             f"cuDNN {tracker.cudnn} does not compute these convolutions; torch unfolds them into copies of up to "
-            f"{tracker.unfolded[True] / 2**30:.1f} GiB; {way_out}, device.memory_format=channels_last, or another cuDNN"
-        )
-    if tracker.unfolded[False]:
-        texts.append(
-            "a sample has 2^31 elements or more; with a cuDNN before 9.3 torch would unfold it into a copy of "
-            f"{tracker.unfolded[False] / 2**30:.1f} GiB; {way_out}"
+            f"{tracker.unfolded / GIB:.1f} GiB; use slabs (autoencoder.training.slab_rows), patches (data.patch_size), "
+            "a smaller grid, device.memory_format=channels_last, or another cuDNN"
         )
     if tracker.without_triton:
         texts.append("this GPU cannot run Triton, so its norms are slower and copy volumes to fp32, which is counted")

@@ -151,7 +151,7 @@ class MemoryTracker(TorchDispatchMode):
         self.phase_peaks: dict[str, int] = {}
         self.start_counting()
         self.workspace = 0  # the largest that one convolution takes
-        self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
+        self.unfolded = 0  # the largest copy of a convolution that cuDNN refuses
         self._threads_with_cublas: set[bool] = set()
         self.step: StepEvents | None = None
         self.of_micro_batch: tuple[Counter[str], Done] = (Counter(), {})  # counted before the weights move
@@ -372,7 +372,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
                 kind: str | None = LAYOUT if result.dim() == 5 else "copy"  # cuDNN copies images as fast as torch does
-                if result.dtype == torch.float32 and not memory.is_unfolded:
+                if result.dtype == torch.float32 and not memory.unfolded:
                     kind = None  # the share of TF32's peak, as fitted, has the time of these copies in it
                 self._pass_through(workspace, category=CONVOLUTION_WORKSPACES, kind=kind)
                 self._let_go(held)
@@ -382,7 +382,7 @@ class MemoryTracker(TorchDispatchMode):
             self._pass_through(channel_sum_bytes(args[0]))
         copied = sum(memory.copies) + max(memory.pass_copies, default=0)
         self.workspace = max(self.workspace, copied + max(memory.passes, default=0))
-        self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
+        self.unfolded = max(self.unfolded, memory.unfolded)
 
     def _allocate_results(self, out: Any) -> None:
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):

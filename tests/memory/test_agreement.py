@@ -1,7 +1,6 @@
 """All commands say the same about a config on a device: estimate_memory.py, oom_ladder.py, plan.py, and a dry run."""
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -11,47 +10,15 @@ from memory.kernels.gpus import chosen_gpu
 from memory.ladder.rungs import build_rungs
 from memory.ladder.walk import walk
 from memory.planning.planner import of_run
-from memory.predict.prediction import Predictor, Stage
+from memory.predict.prediction import Predictor
 from memory.predict.step import predict_step
 from memory.watch.memory_watch import MemoryWatch
 from runtime.processes import Process
 from scripts import estimate_memory
 from settings import Settings, dump_yaml
+from tests.memory.predict.test_step import STAGE_1, STAGE_2, make
 
-NUM_CONFIGS = 20
-STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
 ROOMY = 1 << 50
-
-
-def random_config(number: int) -> tuple[Stage, Settings]:
-    """Return a small config of one stage, with knobs drawn at random."""
-    draw, stage = random.Random(number), STAGES[number % 2]
-    axes = [8 * draw.randint(1, 3) for _ in range(3)]
-    first, training = "autoencoder.training", f"{stage}.training"
-    changes: dict[str, Any] = {
-        "data.voxel_size": axes,
-        "autoencoder.num_channels": [draw.choice((4, 8)), 8],
-        "autoencoder.num_res_blocks": draw.randint(0, 1),
-        "autoencoder.attention_levels": [False, draw.random() < 0.3],
-        "autoencoder.implementation": draw.choice(("lean", "lean", "monai")),
-        f"{first}.slab_rows": draw.choice((0, 0, 4)),
-        f"{first}.adversarial_weight": draw.choice((0.0, 0.01)),
-        f"{first}.discriminator.num_layers_d": 1,
-        "ldm.unet.num_channels": [8, 8],
-        "ldm.unet.num_res_blocks": 1,
-        "ldm.unet.attention_levels": [False, draw.random() < 0.5],
-        "ldm.unet.num_head_channels": 8,
-        "ldm.sampling.num_inference_steps": draw.choice((1, 5)),
-        f"{training}.batch_size": draw.randint(1, 3),
-        f"{training}.gradient_accumulation_steps": draw.randint(1, 2),
-        f"{training}.use_gradient_checkpointing": draw.random() < 0.5,
-        "device.mixed_precision": draw.random() < 0.7,
-        "device.amp_dtype": draw.choice(("auto", "bfloat16", "float16")),
-        "device.allocator": draw.choice(("", "expandable_segments:True")),
-    }
-    if changes["autoencoder.implementation"] == "monai":
-        changes[f"{first}.slab_rows"] = 0
-    return stage, Settings().with_overrides(changes)
 
 
 @pytest.fixture
@@ -75,11 +42,14 @@ def _in_this_process(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_in_this_process")
-@pytest.mark.parametrize("number", range(NUM_CONFIGS))
-def test_four_commands_say_the_same_to_the_byte(number, tmp_path):
-    stage, drawn = random_config(number)
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [*(("autoencoder", c) for c in STAGE_1.values()), *(("ldm", c) for c in STAGE_2.values())],
+    ids=[*STAGE_1, *(f"ldm-{name}" for name in STAGE_2)],
+)
+def test_four_commands_say_the_same_to_the_byte(stage, changes, tmp_path):
     for device in ("cuda", "cpu"):
-        settings = drawn.with_overrides({"device.type": device})
+        settings = make({**changes, "device.type": device})
         (tmp_path / "config.yaml").write_text(dump_yaml(settings))
         given = ["--config", str(tmp_path / "config.yaml"), "--stage", stage, "--json", str(tmp_path / "out.json")]
         assert estimate_memory.main(estimate_memory.parse([*given, "--quiet"])) == 0
@@ -89,7 +59,8 @@ def test_four_commands_say_the_same_to_the_byte(number, tmp_path):
         volumes = tuple(estimated["num_volumes"])
         planned = of_run(Predictor().predict(settings, stage), settings, stage, volumes)
         # Without a GPU, a dry run tells of both devices if the config leaves the choice to it.
-        with MemoryWatch(drawn.with_overrides({"device.type": "auto"}), stage, process, is_dry_run=True) as watch:
+        open_choice = settings.with_overrides({"device.type": "auto"})
+        with MemoryWatch(open_choice, stage, process, is_dry_run=True) as watch:
             pending = watch.pending if device == "cpu" else watch.pending_for_gpu
             assert pending is not None
             dry = pending.result((0, 0))

@@ -11,7 +11,7 @@ from data.formats import write_nifti
 from memory.planning.choices import notes
 from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_fingerprint
 from settings import DataError, DataSettings
-from tests.memory.planning.pretended import planned
+from tests.memory.planning.fakes import planned
 
 SIZE = (10, 12, 8)
 

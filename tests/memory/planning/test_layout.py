@@ -18,7 +18,7 @@ from memory.planning.layout import (
     suggested_values,
 )
 from settings import Settings, look_up
-from tests.memory.planning.pretended import SETS, planned, pretended
+from tests.memory.planning.fakes import SETS, fake_set, planned
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -88,8 +88,8 @@ def test_tight_crops_are_not_padded():
     assert view.resize == "resample"
     assert "filled to the edge" in view.reason
     assert view.is_weak
-    assert "alike" in covered_field_of_view(pretended(20, (64, 64, 40), variation=1.02)).reason
-    unknown = covered_field_of_view(pretended(20, (64, 64, 40), variation=1.3, background=math.nan))
+    assert "alike" in covered_field_of_view(fake_set(20, (64, 64, 40), variation=1.02)).reason
+    unknown = covered_field_of_view(fake_set(20, (64, 64, 40), variation=1.3, background=math.nan))
     assert unknown.resize == "resample"
 
 

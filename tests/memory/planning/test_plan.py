@@ -10,12 +10,12 @@ import pytest
 
 from memory.kernels.gpus import check_gpu, time_range
 from memory.planning.fingerprint import CT
-from memory.planning.planner import NothingFitsError, as_yaml, describe_plan
+from memory.planning.planner import NothingFitsError, as_yaml, describe_plan, of_run
 from scripts.plan import PLANNED
-from settings import ConfigError, load_settings, look_up, validate
+from settings import ConfigError, Settings, load_settings, look_up, validate
 from settings.load import read_document
 from tests.conftest import ROOT
-from tests.memory.planning.pretended import SETS, PretendedPredictor, planned, pretended
+from tests.memory.planning.fakes import SETS, FakePredictor, fake_set, planned
 
 
 def of(plan, key):
@@ -27,11 +27,11 @@ def test_plans_fit_ask_little_have_the_recipe_of_quickstart_and_get_no_less_from
     recipe = load_settings(ROOT / "configs" / "quickstart.yaml").autoencoder
     plans = []
     for budget in (6, 12, 24, 48):
-        predictor = PretendedPredictor()
+        predictor = FakePredictor()
         plans.append(plan := planned(SETS[name], budget, predictor=predictor))
         assert validate(plan.settings.model_dump()) == plan.settings
         assert max(prediction.required_with_margin for prediction in plan.predictions.values()) <= budget * 2**30
-        assert len(predictor.asked) <= 16
+        assert len(predictor.asked) <= 30
         found = plan.settings.autoencoder
         assert found.initialisation == recipe.initialisation == "haar"
         assert found.training.reconstruction_loss == recipe.training.reconstruction_loss == "l2"
@@ -44,7 +44,7 @@ def test_plans_fit_ask_little_have_the_recipe_of_quickstart_and_get_no_less_from
 
 
 def test_grid_gets_coarser_when_no_network_fits_the_latents():
-    huge = pretended(60, (900, 900, 900), (0.5, 0.5, 0.5))
+    huge = fake_set(60, (900, 900, 900), (0.5, 0.5, 0.5))
     plan = planned(huge, 1.5)
     grid = plan.settings.data.voxel_size
     assert max(grid) < 900
@@ -57,7 +57,7 @@ def test_nothing_fits_is_said():
 
 
 def test_small_set_is_augmented_narrow_and_warned_of():
-    few, many = planned(pretended(20, (128, 128, 96))), planned(pretended(400, (128, 128, 96)))
+    few, many = planned(fake_set(20, (128, 128, 96))), planned(fake_set(400, (128, 128, 96)))
     assert of(few, "data.use_augmentation").value
     assert not of(many, "data.use_augmentation").value
     narrow, wide = (plan.settings for plan in (few, many))
@@ -68,7 +68,7 @@ def test_small_set_is_augmented_narrow_and_warned_of():
 
 
 def test_classes_condition_and_single_members_are_said():
-    plan = planned(pretended(61, (64, 64, 64), classes={"ill": 30, "well": 30, "odd": 1}))
+    plan = planned(fake_set(61, (64, 64, 64), classes={"ill": 30, "well": 30, "odd": 1}))
     assert of(plan, "ldm.conditioning.type").value == "class"
     assert of(plan, "ldm.conditioning.num_classes").value == 3
     assert of(plan, "ldm.conditioning.type").reason.endswith("a single volume in: odd")
@@ -76,13 +76,23 @@ def test_classes_condition_and_single_members_are_said():
 
 def test_patients_stay_together():
     """Folders of few volumes are patients and not classes, but labels of files in one folder say nothing of folders."""
-    found = pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)})
+    found = fake_set(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)})
     choice = of(planned(found), "ldm.conditioning.type")
     assert (choice.value, choice.is_weak) == ("none", True)
     assert of(planned(found), "data.group_by").value == "folder"
-    flat = tuple(dataclasses.replace(item, name=item.path.name) for item in found.found)
-    assert of(planned(dataclasses.replace(found, found=flat)), "data.group_by").value is None
+    flat = tuple(dataclasses.replace(item, name=item.path.name) for item in found.volumes)
+    assert of(planned(dataclasses.replace(found, volumes=flat)), "data.group_by").value is None
     assert planned(dataclasses.replace(SETS["MR"], group_by=r"\d")).settings.data.group_by == r"\d"
+
+
+def test_hours_are_those_of_a_candidates_own_steps_and_of_the_volumes_it_holds_out():
+    """Candidates share a prediction, so its own numbers of steps and validations may be another candidate's."""
+    values = {"data": {"val_fraction": 0.1}, "autoencoder": {"training": {"max_steps": 1000, "validate_every": 300}}}
+    settings, gpu = Settings.model_validate(values), check_gpu("RTX 4090")
+    other = settings.with_overrides({"autoencoder.training.max_steps": 7})
+    prediction = of_run(FakePredictor().submit(other, "autoencoder").result(), settings, "autoencoder", (45, 5))
+    update = prediction.seconds_per_step(gpu)
+    assert prediction.hours(gpu) * 3600 == pytest.approx(1000 * update + 4 * 5 * update)
 
 
 @pytest.mark.parametrize("hours", [0.15, 0.5, 5])
@@ -135,40 +145,34 @@ def test_yaml_reads_back_as_the_plan_and_says_why(tmp_path):
     assert text.count("# (?)") == len([choice for choice in weak if choice.key in written_keys]) > 0
 
 
-def test_ct_gets_a_window_and_mr_percentiles():
-    values = {name: of(planned(SETS[name]), "data.intensity.mode").value for name in SETS}
-    assert values.pop("CT") == "window"
-    assert set(values.values()) == {"percentile"}
-    sparse = dataclasses.replace(SETS["MR"], num_flat=3)
-    assert of(planned(sparse), "data.intensity.upper").value == 100.0
+WINDOW, PERCENTILE, WHOLE = ("window", -1000.0, 1000.0), ("percentile", 0.5, 99.5), ("percentile", 0.0, 100.0)
+RANGES = ((-1000.0, 600.0), (0.0, 12.0), (0.0, 0.0))
+THREE = dataclasses.replace(fake_set(60, (128, 128, 96), kind=CT, num_channels=3), ranges=RANGES)
+ALIKE = dataclasses.replace(THREE, ranges=((0.0, 5.0),) * 3)
+# Of a volume that is 99 % empty, the 99.5th percentile is the median of what is not.
+EMPTY = dataclasses.replace(SETS["MR"], background=0.99)
+FOUR = dataclasses.replace(EMPTY, num_channels=4, ranges=((0.0, 19.0), (0.0, 0.0), (0.0, 9.0), (-1024.0, 400.0)))
 
 
-def test_channels_of_different_kinds_get_rules_of_their_own():
-    ranges = ((-1000.0, 600.0), (0.0, 12.0), (0.0, 0.0))
-    three = dataclasses.replace(pretended(60, (128, 128, 96), kind=CT, num_channels=3), ranges=ranges)
-    rules = (("window", -1000.0, 1000.0), ("percentile", 0.5, 99.5), ("percentile", 0.0, 100.0))
-    plan = planned(three)
+@pytest.mark.parametrize(
+    ("fingerprint", "given", "rules"),
+    [
+        *((found, {}, [WINDOW if name == "CT" else PERCENTILE]) for name, found in SETS.items()),
+        (dataclasses.replace(SETS["MR"], num_flat=3), {}, [WHOLE]),
+        (dataclasses.replace(SETS["MR"], background=0.8), {}, [PERCENTILE]),
+        (EMPTY, {}, [WHOLE]),
+        (THREE, {}, [WINDOW, PERCENTILE, WHOLE]),
+        (THREE, {"data__intensity__mode": "percentile"}, [PERCENTILE]),
+        (ALIKE, {}, [WINDOW]),
+        (FOUR, {}, [WHOLE, WHOLE, WHOLE, WINDOW]),
+    ],
+)
+def test_intensities_are_scaled_as_their_values_mean_and_each_channel_of_its_kind(fingerprint, given, rules):
+    plan = planned(fingerprint, **given)
     intensity = plan.settings.data.intensity
-    assert tuple(intensity.of_channel(number) for number in range(3)) == rules
-    assert "1: 0 to 12" in of(plan, "data.intensity.mode").reason
-    alike = dataclasses.replace(three, ranges=((0.0, 5.0),) * 3)
-    assert planned(alike).settings.data.intensity.num_rules == 1
-    assert planned(three, data__intensity__mode="percentile").settings.data.intensity.num_rules == 1
-
-
-def test_the_echoes_of_mostly_empty_volumes_count_more_and_keep_their_whole_range():
-    """Of a volume that is 99 % empty, the 99.5th percentile is the median of what is not."""
-    for background, weight, upper in ((0.99, 20.0, 100.0), (0.8, 1.0, 99.5)):
-        sparse = dataclasses.replace(SETS["MR"], background=background)
-        settings = planned(sparse).settings
-        assert settings.autoencoder.training.occupied_weight == weight
-        assert settings.data.intensity.upper == upper
-    sparse = dataclasses.replace(SETS["MR"], background=0.99)
-    four = dataclasses.replace(sparse, num_channels=4, ranges=((0.0, 19.0), (0.0, 0.0), (0.0, 9.0), (-1024.0, 400.0)))
-    whole = ("percentile", 0.0, 100.0)
-    rules = (whole, whole, whole, ("window", -1000.0, 1000.0))
-    intensity = planned(four).settings.data.intensity
-    assert tuple(intensity.of_channel(number) for number in range(4)) == rules
+    assert [intensity.of_channel(number) for number in range(intensity.num_rules)] == rules
+    assert len(rules) == 1 or "; 1: " in of(plan, "data.intensity.mode").reason
+    assert plan.settings.autoencoder.training.occupied_weight == (20.0 if fingerprint.background > 0.9 else 1.0)
 
 
 GIVEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

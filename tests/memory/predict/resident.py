@@ -76,9 +76,8 @@ def main() -> None:
     grown = [_growth(settings_of(*request)) for request in requests]
     for request, measured in zip(requests, grown, strict=True):
         prediction = predict_step(settings_of(*request), "autoencoder", whole_run=False)
-        row: dict[str, Any] = {"name": request[0], "batch": request[2], "tier": prediction.tier}
-        row |= {"resident": [measured, prediction.peak_allocated_bytes], "prediction": prediction.to_json()}
-        print(json.dumps(row))
+        row = {"batch": request[2], "tier": prediction.tier}
+        print(json.dumps(row | {"grown": measured, "predicted": prediction.peak_allocated_bytes}))
 
 
 def _growth(settings: Settings) -> int:

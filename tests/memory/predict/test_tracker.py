@@ -6,9 +6,6 @@ from monai.networks.nets import AutoencoderKL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from losses import perceptual
-from memory.predict import emulation
-from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
 from memory.predict.prediction import GIB
 from models.lean.norm.operators import group_norm
@@ -149,42 +146,6 @@ def test_convolutions_return_the_layout_of_a_gpu_whatever_the_cpu_can_do(dtype, 
             assert gradient.is_contiguous(memory_format=layout)
 
     measure_peak(run)
-
-
-@pytest.mark.parametrize("cuda", [True, False])
-def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_same_result(cuda, monkeypatch):
-    """Nine chunks of three shapes, the last of each axis shorter: four or five of them run."""
-    rows: list[list[perceptual.Index]] = [[(0, 0, row)] * 2 for row in range(6)]
-    columns: list[list[perceptual.Index]] = [[(0, 0, slice(None), row)] for row in range(2)]
-    chunks: list[list[perceptual.Index]] = [*rows, [(0, 0, 7)], *columns]
-    runs = []
-
-    def distance(images, wanted):
-        runs.append(len(images))
-        return (images * 2 - wanted).square().flatten(1).mean(1)
-
-    def run(tracker):
-        volume = torch.zeros(1, 1, 8, 8, 8, requires_grad=True)
-        perceptual.mean_over_pieces(volume, torch.zeros(1, 1, 8, 8, 8), chunks, distance).backward()
-
-    found = measure_peak(run, cuda=cuda)
-    assert len(runs) == 2 + 1 + 2
-    monkeypatch.setattr(emulation, "_shape_of", id)
-    expected = measure_peak(run, cuda=cuda)
-    assert len(runs) == 5 + 9
-    assert (found.peak, found.phase_peaks, found.peak_event) == (
-        expected.peak,
-        expected.phase_peaks,
-        expected.peak_event,
-    )
-    assert [found.allocations[event].nbytes if event >= 0 else None for event in found.trace] == [
-        expected.allocations[event].nbytes if event >= 0 else None for event in expected.trace
-    ]
-    sizes = [record.nbytes for record in found.allocations]
-    limits = AllocatorLimits(expandable_segments=True)
-    assert replay(found.trace, sizes, limits).allocated == 0
-    assert found.work == expected.work
-    assert found.flops == expected.flops
 
 
 def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32():

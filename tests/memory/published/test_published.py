@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,11 @@ import models  # noqa: F401  # first: it keeps MONAI's import short
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.prediction import GIB
-from memory.predict.tracker import MemoryTracker
 from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
 from tests.memory.published.unets import maisi_autoencoder, maisi_networks, notebook_loss, notebook_unet
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
-OLD_CUDNN = 8902
-"""A cuDNN of the time when the figures of the fallback were published, before 64-bit indices."""
-
 QWEN_DECODE = {
     (512, 512): (1.274, 1.311),
     (768, 768): (2.563, 2.992),
@@ -46,27 +41,6 @@ QWEN_ENCODE = {
     (1536, 1536): (6.179, 6.396),
 }
 
-
-@dataclass(frozen=True)
-class Convolution:
-    """One published convolution: `whole` if the figure is the peak with input and output, else one allocation of it."""
-
-    issue: int
-    shape: tuple[int, ...]
-    outputs: int
-    dtype: torch.dtype
-    padding: int
-    published: float
-    whole: bool
-
-
-CONVOLUTIONS = (
-    Convolution(128947, (1, 256, 5, 1090, 1922), 64, torch.float32, 0, 161.37, whole=False),
-    Convolution(95024, (1, 64, 362, 370, 251), 32, torch.float16, 1, 108.21, whole=False),
-    Convolution(132300, (1, 3, 24, 740, 1316), 128, torch.bfloat16, 1, 9.26, whole=True),
-    Convolution(136479, (1, 128, 256, 256, 256), 128, torch.float16, 1, 108.00, whole=False),
-    Convolution(95024, (1, 64, 361, 370, 251), 32, torch.float16, 1, 12.874233344e9 / GIB, whole=True),
-)
 
 # "GB" there are those that nvidia-smi shows, so GiB.
 MAISI = {
@@ -103,17 +77,6 @@ def predict_qwen(height: int, width: int, is_decode: bool) -> tuple[float, float
     sizes, limits = [record.nbytes for record in tracker.allocations], AllocatorLimits()
     before, whole = replay(tracker.trace[:loaded], sizes, limits), replay(tracker.trace, sizes, limits)
     return whole.peak_allocated / GIB, (whole.peak_reserved - before.reserved) / GIB
-
-
-def predict_convolution(row: Convolution) -> float:
-    """Return the figure that was published for one convolution."""
-    with emulated() as mode:
-        weight = torch.zeros(row.outputs, row.shape[1], 3, 3, 3, dtype=row.dtype)
-        x = torch.zeros(row.shape, dtype=row.dtype)
-        with MemoryTracker(fake=mode, cudnn=OLD_CUDNN) as tracker, torch.no_grad():
-            tracker.adopt([x, weight], "inputs")
-            nn.functional.conv3d(x, weight, padding=row.padding)
-    return (tracker.peak["device"] if row.whole else tracker.workspace) / GIB
 
 
 def predict_maisi(grid: tuple[int, ...]) -> float:
@@ -178,13 +141,6 @@ def test_an_encoded_image_is_predicted_as_the_document_says(size):
     assert f"| {size[0]}x{size[1]} | {allocated} | {reserved} |" in TEXT
 
 
-@pytest.mark.parametrize("row", CONVOLUTIONS, ids=lambda row: f"{row.issue}-{row.shape[2]}")
-def test_a_convolution_is_predicted_as_the_document_says(row: Convolution):
-    shape = f"{'x'.join(map(str, row.shape))} {str(row.dtype).removeprefix('torch.')}"
-    figures = compared(row.published, predict_convolution(row))
-    assert f"| {shape} | {'peak' if row.whole else 'allocation'} | {figures} |" in TEXT
-
-
 @pytest.mark.parametrize("grid", parameters(((256, 256, 128), (512, 512, 768)), MAISI))
 def test_the_volumetric_network_is_predicted_as_the_document_says(grid):
     assert f"| {'x'.join(map(str, grid))} | {compared(MAISI[grid], predict_maisi(grid))} |" in TEXT
@@ -215,6 +171,6 @@ def test_predictions_are_within_2_percent_of_tensors_and_8_percent_of_what_is_ro
     rows = [found for line in TEXT.splitlines() if (found := ratios(line))]
     images, others = [row for row in rows if len(row) == 2], [row[0] for row in rows if len(row) == 1]
     assert len(images) == len(QWEN_DECODE) + len(QWEN_ENCODE)
-    assert len(others) == len(CONVOLUTIONS) + len(MAISI) + len(MAISI_DECODE) + 1
+    assert len(others) == len(MAISI) + len(MAISI_DECODE) + 1
     assert all(abs(allocated - 1) < 0.02 for allocated, _ in images)
     assert all(abs(ratio - 1) < 0.08 for ratio in [*others, *(reserved for _, reserved in images)])

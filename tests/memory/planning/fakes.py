@@ -19,7 +19,7 @@ from settings import Settings
 MR = "MR or another positive modality"
 
 
-class PretendedPredictor(Predictor):
+class FakePredictor(Predictor):
     """Memory in proportion to voxels, channels and batch, as real steps have it; counts what it was asked."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PretendedPredictor(Predictor):
         return future
 
 
-def pretended(
+def fake_set(
     number: int,
     size: Sequence[float],
     spacing: tuple[float, ...] = (1.0, 1.0, 1.0),
@@ -71,8 +71,8 @@ def pretended(
     sizes = [tuple(round(n * rng.uniform(1 / variation, variation)) for n in size) for _ in range(number)]
     lowest, high = (-1024.0, 400.0) if kind == CT else (0.0, 900.0)
     return Fingerprint(
-        source="/data/pretended",
-        found=tuple(_files(number, classes or {})),
+        source="/data/fake",
+        volumes=tuple(_files(number, classes or {})),
         sizes=tuple(sizes),
         spacings=(spacing,) * number,
         num_without_spacing=0,
@@ -94,16 +94,16 @@ def _files(number: int, classes: dict[str, int]) -> Iterator[DiscoveredVolume]:
     folders = [f"{name}/" for name, count in classes.items() for _ in range(count)] or [""] * number
     for n, folder in enumerate(folders):
         yield DiscoveredVolume(
-            Path(f"/data/pretended/{folder}{n}.nii"), f"{folder}{n}.nii", folder.removesuffix("/") or None
+            Path(f"/data/fake/{folder}{n}.nii"), f"{folder}{n}.nii", folder.removesuffix("/") or None
         )
 
 
 SETS = {
-    "CT": pretended(120, (512, 512, 120), (0.8, 0.8, 2.5), CT, variation=1.2),
-    "MR": pretended(200, (176, 240, 256)),
-    "thick slices": pretended(80, (320, 320, 24), (0.8, 0.8, 5.0)),
-    "small crops": pretended(200, (35, 50, 36), variation=1.2, background=0.03),
-    "two channels": pretended(60, (128, 128, 96), (1.5, 1.5, 2.0), num_channels=2),
+    "CT": fake_set(120, (512, 512, 120), (0.8, 0.8, 2.5), CT, variation=1.2),
+    "MR": fake_set(200, (176, 240, 256)),
+    "thick slices": fake_set(80, (320, 320, 24), (0.8, 0.8, 5.0)),
+    "small crops": fake_set(200, (35, 50, 36), variation=1.2, background=0.03),
+    "two channels": fake_set(60, (128, 128, 96), (1.5, 1.5, 2.0), num_channels=2),
 }
 
 
@@ -111,10 +111,10 @@ def planned(
     fingerprint: Fingerprint,
     budget_gb: float = 24,
     hours: float | None = None,
-    predictor: PretendedPredictor | None = None,
+    predictor: FakePredictor | None = None,
     **given: object,
 ) -> Plan:
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
     overrides = {key.replace("__", "."): value for key, value in given.items()}
     budget, gpu = round(budget_gb * GIB), check_gpu("RTX 4090")
-    return Planner(fingerprint, overrides, "pretended", predictor or PretendedPredictor(), budget, gpu).plan(hours)
+    return Planner(fingerprint, overrides, "fake", predictor or FakePredictor(), budget, gpu).plan(hours)
