@@ -139,7 +139,10 @@ def test_shown_output_is_what_the_command_prints(name):
         assert output_of(block["command"]) == block["output"], "run python -m scripts.dev.documents"
 
 
-@pytest.mark.parametrize("names", [READMES, USING])
+GUIDES = ("docs/memory_guide.md", "docs/memory_guide.zh-CN.md")
+
+
+@pytest.mark.parametrize("names", [READMES, USING, GUIDES])
 def test_translation_has_the_same_commands_links_headings_and_tables(names):
     english, chinese = (TEXTS[name] for name in names)
     assert commands(english) == commands(chinese)
