@@ -118,7 +118,7 @@ def test_readme_is_short_and_its_files_options_keys_and_outputs_exist(name):
         assert re.search(rf"(^|[\s\[]){option}\b", "".join(HELP.values())), f"no command has {option}"
     quoted = re.findall(r"`([\w./-]+\.(?:py|sh|yaml|json|md|txt))`", text)
     missing = [path for path in quoted if not any((ROOT / folder / path).exists() for folder in ("", "scripts"))]
-    assert {*missing} <= {"dataset.json", "report.html", "fits.yaml"}
+    assert {*missing} <= {"dataset.json", "report.html", "fits.yaml", "check_gpu.md"}
     keys = {dotted for dotted, _ in known_keys()}
     named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", whole)
     assert named
