@@ -74,8 +74,9 @@ def test_batch_script_numbers_processes_and_requeues_only_what_was_stopped(tmp_p
 def test_a_preempted_job_waits_for_training_to_save_requeues_itself_and_finishes_when_run_again(tmp_path):
     """The scheduler signals the whole process group: shell, srun and training."""
     install(tmp_path, srun=SRUN, scontrol=SCONTROL, python=PREEMPTED, job=SCRIPT)
-    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
-    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {**os.environ, **slurm, "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     job = subprocess.Popen(["bash", "job"], cwd=tmp_path, env=environment, start_new_session=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists():
