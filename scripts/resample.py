@@ -47,6 +47,8 @@ def main(options: argparse.Namespace) -> int:
     pairs = pairs_of(options.volumes, options.partners)
     targets = {name: Path(options.out) / f"{stem(name)}.nii.gz" for name in pairs}
     inputs = {path.resolve() for pair in pairs.values() for path in pair}
+    if len({*targets.values()}) < len(targets):
+        raise DataError("--volumes: two volumes differ in the ending of their type alone; rename one of them")
     if read := [target for target in targets.values() if target.resolve() in inputs]:
         raise DataError(f"--out: {printable(read[0])} is one of the input files; give another folder")
     for name, (volume, partner) in ProgressBar(pairs.items(), desc="resampling", unit="volume"):

@@ -93,10 +93,23 @@ def test_a_partner_on_the_same_grid_is_unchanged_and_a_single_pair_may_be_given(
     assert run_here(*single, "--out", "ct") == 2
 
 
+def test_finer_voxels_are_averaged_instead_of_skipped(folders):
+    stripes = np.where(np.arange(30) % 2, 100, 0).astype(np.float32)
+    third = VOLUME @ np.diag([1 / 3, 1, 1, 1])
+    write_nifti(Path("mr.nii.gz"), np.broadcast_to(stripes[None, :, None, None], (1, 30, 12, 8)), third)
+    given = ["--volumes", "ct/a.nii.gz", "--partners", "mr.nii.gz", "--kind", "image", "--out", "out"]
+    assert run_here("scripts/resample.py", *given) == 0
+    np.testing.assert_allclose(nib.load("out/a.nii.gz").get_fdata()[1:-1], 50, atol=5)
+
+
 def test_what_cannot_be_resampled_is_named(folders, capsys):
     write_nifti(Path("other/a.nii.gz"), np.full((1, 8, 8, 8), 0.5, np.float32), VOLUME)
     assert run_here(*COMMAND, "labels") == 2
     assert "sub/b.nii.gz: no partner in --partners: other" in capsys.readouterr().err
+    write_nifti(Path("ct/a.nii"), np.zeros((1, 10, 12, 8), np.float32), VOLUME)
+    Path("pairs.csv").write_text("file,partner\na.nii,other/a.nii.gz\na.nii.gz,ct/a.nii\nb.nii.gz,other/a.nii.gz\n")
+    assert run_here(*COMMAND[:3], "--partners", "pairs.csv", "--kind", "image", "--out", "out") == 2
+    assert "differ in the ending of their type alone" in capsys.readouterr().err
     cases = (
         ("half.nii.gz", "labels", "values that are not whole numbers; give --kind image"),
         ("nan.nii.gz", "image", "values that are not finite"),
