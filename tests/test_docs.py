@@ -117,7 +117,7 @@ def test_readme_is_short_and_its_files_options_keys_and_outputs_exist(name):
         assert re.search(rf"(^|[\s\[]){option}\b", "".join(HELP.values())), f"no command has {option}"
     quoted = re.findall(r"`([\w./-]+\.(?:py|sh|yaml|json|md|txt))`", text)
     missing = [path for path in quoted if not any((ROOT / folder / path).exists() for folder in ("", "scripts"))]
-    assert {*missing} <= {"dataset.json", "report.html", "fits.yaml"}
+    assert {*missing} <= {"dataset.json", "report.html", "fits.yaml", "check_gpu.md"}
     keys = {dotted for dotted, _ in known_keys()}
     named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", whole)
     assert named
@@ -138,7 +138,10 @@ def test_shown_output_is_what_the_command_prints(name):
         assert output_of(block["command"]) == block["output"], "run python -m scripts.dev.documents"
 
 
-@pytest.mark.parametrize("names", [READMES, USING])
+GUIDES = ("docs/memory_guide.md", "docs/memory_guide.zh-CN.md")
+
+
+@pytest.mark.parametrize("names", [READMES, USING, GUIDES])
 def test_translation_has_the_same_commands_links_headings_and_tables(names):
     english, chinese = (TEXTS[name] for name in names)
     assert commands(english) == commands(chinese)

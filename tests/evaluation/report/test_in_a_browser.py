@@ -146,6 +146,10 @@ def test_jump_links_reach_their_sections_and_charts_fill_their_width_with_titles
     show(browser, make_run(tmp_path), width)
     shown = browser.run("return Array.from(document.querySelectorAll('#jump a:not([hidden])')).map(a => a.textContent)")
     assert shown == ["samples", "figures", "reconstructions", "curves", "memory", "config", "environment"]
+    ends = browser.run(
+        "return Array.from(document.querySelectorAll('#jump a')).map(a => a.getBoundingClientRect().right)"
+    )
+    assert max(ends) <= width, "no link is cut off"
     for name in shown:
         browser.run(f"Array.from(document.querySelectorAll('#jump a')).find(a => a.textContent === {name!r}).click()")
         assert box(browser, f"#{name}")["top"] < HEIGHT
