@@ -106,6 +106,20 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) ->
     return formula(*args, out_val=out) if formula is not None else 0
 
 
+_TILE_INPUTS, _TILE_OUTPUTS = 8, 32
+"""How many channels of its input and output a convolution's kernels compute at least."""
+
+
+def computed_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], flops: int) -> int:
+    """Return the operations that the kernels of one call do for its FLOPs: convolutions do whole tiles of channels."""
+    at = {aten.convolution: 1, aten.convolution_backward: 2}.get(func._overloadpacket)  # where the weight is
+    if at is None or args[at + 7] > 1:  # groups
+        return flops
+    outputs, inputs = args[at].shape[1::-1] if args[at + 5] else args[at].shape[:2]  # transposed or not
+    tiles = -(-inputs // _TILE_INPUTS) * -(-outputs // _TILE_OUTPUTS)
+    return round(flops * tiles * _TILE_INPUTS * _TILE_OUTPUTS / (inputs * outputs))
+
+
 @dataclass(slots=True)
 class Work:
     """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""
