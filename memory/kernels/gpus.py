@@ -1,8 +1,9 @@
 """Published figures of GPUs, and the time that the work of a step takes on them. Never imports torch.
 
 TFLOPS are those of tensor cores for dense matrices, with sums in fp32 as torch computes them. Memory, bandwidth and
-fp32 agree with TechPowerUp's database of February 2026. Figures of tensor cores follow from fp32 by the rate of their
-generation; those of cards for servers, which have rates of their own, are NVIDIA's.
+fp32 agree with TechPowerUp's database of February 2026, but for an RTX 2000 Ada, where NVIDIA's bandwidth is lower.
+Figures of tensor cores follow from fp32 by the rate of their generation; those of cards for servers, which have rates
+of their own, are NVIDIA's.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _cards() -> Iterator[Gpu]:
 
 GPUS = tuple(_cards())
 DEFAULT = "A100 80GB SXM"
-_DIFFERENT = {"c", "d", "grid", "laptop", "m", "max", "mig", "mobile", "notebook", "q", "super", "ti"}
+_DIFFERENT = {"c", "d", "grid", "laptop", "m", "max", "mig", "mobile", "notebook", "q", "sff", "super", "ti"}
 """Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
 

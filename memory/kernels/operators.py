@@ -33,8 +33,8 @@ _FLOPS = {
 }
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
 _COPIES = {"copy_", "_to_copy", "clone", "cat", "stack", "constant_pad_nd"}
-# Arguments that a norm reads a second time: once for the statistics or the sums, once for the result.
-_SECOND_READS = {"group_norm": ("x",), "group_norm_backward": ("grad", "x")}
+_READ_TWICE = {"group_norm": 1, "group_norm_backward": 2}
+"""How many of its first arguments a norm reads twice: once for the statistics or the sums, once for the result."""
 
 
 @functools.cache
@@ -61,17 +61,13 @@ def kind_of(func: torch._ops.OpOverload) -> str:
     return "copy" if name in _COPIES else "other"
 
 
-@functools.cache
-def _second_reads(func: torch._ops.OpOverload) -> tuple[int, ...]:
-    if func.namespace != "lean":
-        return ()
-    names = [argument.name for argument in func._schema.arguments]
-    return tuple(names.index(name) for name in _SECOND_READS.get(func._overloadpacket.__name__, ()))
+def _num_read_twice(func: torch._ops.OpOverload) -> int:
+    return _READ_TWICE.get(func._overloadpacket.__name__, 0) if func.namespace == "lean" else 0
 
 
 def passes(func: torch._ops.OpOverload) -> int:
     """Return how many times the kernels of an operator go over its tensors."""
-    return 2 if _second_reads(func) else 1
+    return 2 if _num_read_twice(func) else 1
 
 
 @functools.cache
@@ -87,7 +83,7 @@ def traffic_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: di
     """Return the bytes that the kernels of one call read and write."""
     read = args[1:] if func._overloadpacket is aten.copy_ else args
     written = [args[position] for position in _writes_arguments(func) if position < len(args)]
-    again = [args[position] for position in _second_reads(func)]
+    again = args[: _num_read_twice(func)]
     return sum(tensor.nbytes for tensor in tensors_in((read, tuple(kwargs.values()), out, again, written)))
 
 
@@ -104,6 +100,20 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) ->
     """Return the floating-point operations of one call as torch's own counter does; 0 for other operators."""
     formula = _FLOPS.get(func._overloadpacket)
     return formula(*args, out_val=out) if formula is not None else 0
+
+
+_TILE_INPUTS, _TILE_OUTPUTS = 8, 32
+"""How many channels of its input and output a convolution's kernels compute at least."""
+
+
+def computed_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], flops: int) -> int:
+    """Return the operations that the kernels of one call do for its FLOPs: convolutions do whole tiles of channels."""
+    at = {aten.convolution: 1, aten.convolution_backward: 2}.get(func._overloadpacket)  # where the weight is
+    if at is None or args[at + 7] > 1:  # groups
+        return flops
+    outputs, inputs = args[at].shape[1::-1] if args[at + 5] else args[at].shape[:2]  # transposed or not
+    tiles = -(-inputs // _TILE_INPUTS) * -(-outputs // _TILE_OUTPUTS)
+    return round(flops * tiles * _TILE_INPUTS * _TILE_OUTPUTS / (inputs * outputs))
 
 
 @dataclass(slots=True)

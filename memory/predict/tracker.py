@@ -252,7 +252,8 @@ class MemoryTracker(TorchDispatchMode):
             kind = BUS_COPY if self._crosses_bus(func, args) else operators.kind_of(func)
             if kind == "attention" and shape[-1] <= NARROW_CHANNELS:
                 kind = NARROW_ATTENTION
-            self.add_work(kind, shape, str(first.dtype), Work(moved, flops, operators.passes(func)))
+            computed = operators.computed_flops(func, args, flops)
+            self.add_work(kind, shape, str(first.dtype), Work(moved, computed, operators.passes(func)))
         if flops:
             self.flops[self._purpose()] += flops
             if "scaled_dot_product" in func._overloadpacket.__name__:

@@ -151,9 +151,9 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
         return prediction  # without importing torch
     if gpu_name is None or not prediction.is_for_gpu:
         key = _key(prediction)
-    else:
-        cards = {key: find_gpu(key.partition(_VERSION)[0]) for key in known}
-        key = next((key for key, card in cards.items() if card is not None and card == find_gpu(gpu_name)), "")
+    else:  # with the libraries that came last
+        card = find_gpu(gpu_name)
+        key = next((key for key in reversed(known) if card and find_gpu(key.partition(_VERSION)[0]) == card), "")
     configs, tier = known.get(key, {}), (prediction.stage, prediction.tier)
     alike = [measured for measured in configs.values() if (measured.stage, measured.tier) == tier]
     own = configs.get(prediction.config, Measured(stage=prediction.stage, tier=prediction.tier))

@@ -44,6 +44,21 @@ def test_reads_and_writes_are_counted_once(function, kib, kernels):
     assert counted(function) == (kib * KIB, kernels)
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "tiles"), [(1, 1, 8 * 32), (8, 32, 1), (9, 33, 16 / 9 * 64 / 33)])
+@pytest.mark.parametrize("convolve", [nn.functional.conv3d, nn.functional.conv_transpose3d])
+def test_convolutions_compute_whole_tiles_of_channels_forward_and_backward(convolve, inputs, outputs, tiles):
+    def run(tracker):
+        x = torch.zeros(1, inputs, 4, 4, 4, requires_grad=True)
+        shape = (outputs, inputs) if convolve is nn.functional.conv3d else (inputs, outputs)
+        weight = torch.zeros(*shape, 1, 1, 1, requires_grad=True)
+        tracker.reset()
+        convolve(x, weight).sum().backward()
+
+    tracker = measure_peak(run)
+    assert sum(tracker.flops.values()) == 3 * 2 * inputs * outputs * 4**3
+    assert sum(part.flops for part in tracker.work.values()) == pytest.approx(tiles * sum(tracker.flops.values()))
+
+
 def test_a_norm_reads_its_volume_twice_forward_and_both_volumes_twice_backward():
     def run(tracker):
         x, weight = torch.zeros(1, 8, 16, 16, 16), torch.zeros(8)

@@ -75,14 +75,10 @@ def weight_pass(layout, transposed=False):
 
 
 @pytest.mark.parametrize(("transposed", "unfolded"), [(False, CHANNELS), (True, OUTPUTS)])
-def test_without_avx_512_a_row_is_unfolded_of_a_copy_if_channels_come_last(monkeypatch, transposed, unfolded):
-    monkeypatch.setattr(convolutions, "_block", lambda: 8)
-    row = unfolded * 27 * 96 * 12 * 4
-    assert weight_pass(torch.contiguous_format, transposed) == row
-    assert weight_pass(LAST, transposed) == row + unfolded * VOXELS * 4
-
-
-def test_with_avx_512_both_volumes_are_copied_into_blocks_unless_channels_come_last(monkeypatch):
-    monkeypatch.setattr(convolutions, "_block", lambda: 16)
-    assert weight_pass(torch.contiguous_format) == (CHANNELS + OUTPUTS) * VOXELS * 4
-    assert weight_pass(LAST) == 0
+def test_without_avx_512_a_row_is_unfolded_and_with_it_both_volumes_are_copied(monkeypatch, transposed, unfolded):
+    """Without, of a copy if channels come last; with it, into blocks unless they do."""
+    row, copies = unfolded * 27 * 96 * 12 * 4, (CHANNELS + OUTPUTS) * VOXELS * 4
+    for block, contiguous, last in ((8, row, row + unfolded * VOXELS * 4), (16, copies, 0)):
+        monkeypatch.setattr(convolutions, "_block", lambda block=block: block)
+        assert weight_pass(torch.contiguous_format, transposed) == contiguous
+        assert weight_pass(LAST, transposed) == last

@@ -7,12 +7,15 @@ image decoding fills all the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Network = TypeVar("Network", bound=nn.Module)
 CHANNELS, LATENT_CHANNELS, MULTIPLIERS = 96, 16, (1, 2, 4, 4)
 
 
@@ -211,6 +214,15 @@ class QwenImageVae(nn.Module):
             video = torch.cat((video, self.decoder(frame, cache)), dim=2)
         return video.clamp(-1.0, 1.0)
 
+    def encode_video(self, video: Tensor) -> Tensor:
+        """Return what `encode` does of a video: its first frame, then four at a time."""
+        cache, (first, *others) = Cache(), video.split([1, *(4,) * (video.shape[2] // 4)], dim=2)
+        encoded = self.encoder(first, cache)
+        cache.is_first = False
+        for frames in others:
+            encoded = torch.cat((encoded, self.encoder(frames, cache)), dim=2)
+        return self.quant(encoded)
+
     def encode(self, image: Tensor) -> Tensor:
         """Return mean and logarithm of the variance of a latent."""
         cache = Cache()
@@ -218,11 +230,16 @@ class QwenImageVae(nn.Module):
         return self.quant(encoded)
 
 
-def qwen_in_half() -> QwenImageVae:
-    """Return the network with fp16 weights; fake weights cannot be converted afterwards."""
+def in_half(build: Callable[[], Network]) -> Network:
+    """Return a network with fp16 weights; fake weights cannot be converted afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        return QwenImageVae()
+        return build()
     finally:
         torch.set_default_dtype(before)
+
+
+def qwen_in_half() -> QwenImageVae:
+    """Return the network with fp16 weights."""
+    return in_half(QwenImageVae)

@@ -12,7 +12,12 @@ from tests.memory.published.times import TIME_ROWS, builders, count_work, stored
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "prediction.md").read_text(encoding="utf-8")
 COUNTED = stored_work()
 HELD_BACK = [row for row in TIME_ROWS if not row.is_fitted]
-QUICK = ("nnU-Net Liver, batch 2, update", "MAISI ddpm 64x64x32, step", "Conv3d 64 to 64 channels, fp32")
+QUICK = (
+    "nnU-Net Liver, batch 2, update",
+    "MAISI ddpm 64x64x32, step",
+    "Stable Diffusion VAE 256x256, encode",
+    "Conv3d 64 to 64 channels, fp32",
+)
 
 
 def test_the_document_has_every_row():
@@ -39,14 +44,8 @@ def test_rows_that_were_not_fitted_are_near_and_within_the_printed_range():
 
 def test_whole_cards_and_whole_networks_were_not_fitted():
     fitted = [row for row in TIME_ROWS if row.is_fitted]
-    assert {row.gpu for row in HELD_BACK} - {row.gpu for row in fitted} == {
-        "H100 SXM",
-        "H20",
-        "Quadro RTX 6000",
-        "Titan RTX",
-        "Titan Xp",
-        "V100 PCIe",
-    }
+    cards = {row.gpu for row in HELD_BACK} - {row.gpu for row in fitted}
+    assert cards >= {"H100 SXM", "H20", "RTX 3090", "RTX 4090", "Titan Xp", "V100 PCIe"}
     assert {row.source for row in fitted} == {"nnU-Net", "NVIDIA", "xformers", "ring-attention"}
     assert not any("Heart" in row.step or "Prostate" in row.step for row in fitted)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from memory.kernels.gpus import WorkPart, check_gpu, predicted_seconds
 from memory.kernels.operators import work_parts
 from memory.predict.emulation import emulated, tracked
 from memory.predict.tracker import MemoryTracker
-from tests.memory.published.qwen_image import LATENT_CHANNELS, qwen_in_half
+from tests.memory.published.qwen_image import LATENT_CHANNELS, in_half, qwen_in_half
 from tests.memory.published.unets import (
     CUBE,
     NnUnet,
@@ -34,10 +35,10 @@ from tests.memory.published.unets import (
     maisi_networks,
     nnunet_loss,
     nvidia_unet,
+    stable_diffusion_vae,
 )
 
 COUNTED = Path(__file__).with_name("times.json")
-QWEN, WAN = "Qwen-Image VAE 1024x1024, decode", "Wan 2.1 VAE 17x640x384, decode"
 CONVOLUTION = "Conv3d 64 to 64 channels, fp32"
 SIZES = dict.fromkeys((1, 2, 4), "128x128x128") | dict.fromkeys((32, 64, 128), "192x160")
 """What NVIDIA's network is given, by the batch."""
@@ -67,6 +68,13 @@ class TimeRow:
             return ((1, self.step),)
         network = self.step.removesuffix("epoch")
         return (250, f"{network}update"), (50, f"{network}forward")
+
+    @property
+    def split(self) -> tuple[str, str, str]:
+        """Return the step in three parts, of which its batch or else its size is the second."""
+        form = r"(.*batch )(\d+)(.*)" if "batch" in self.step else r"(.*? )(\d+(?:x\d+)+)(.*)"
+        found = re.match(form, self.step)
+        return (found[1], found[2], found[3]) if found else (self.step, "", "")
 
     def predicted(self, counted: dict[str, list[WorkPart]]) -> float:
         """Return the predicted seconds."""
@@ -192,16 +200,25 @@ def half_zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.float16)
 
 
-def count_qwen() -> Callable[[], Any]:
-    """Return the decoding of one image."""
-    vae = qwen_in_half()
-    return torch.no_grad()(lambda: vae.decode(half_zeros(1, LATENT_CHANNELS, 1, 128, 128)))
+def count_vae(name: str) -> Callable[[], Any]:
+    """Return what builds a VAE and returns the encoding or decoding of one image, or of a video's frames."""
+    network, _, step = name.partition(" VAE ")
+    size, _, direction = step.partition(", ")
+    *frames, height, width = map(int, size.split("x"))
+    is_encode, latent = direction == "encode", (height // 8, width // 8)
 
+    def build() -> Callable[[], Any]:
+        if network == "Stable Diffusion":
+            half = in_half(lambda: stable_diffusion_vae(is_encode))
+            return torch.no_grad()(lambda: half(half_zeros(1, *((3, height, width) if is_encode else (4, *latent)))))
+        vae = qwen_in_half()
+        if not frames:
+            return torch.no_grad()(lambda: vae.decode(half_zeros(1, LATENT_CHANNELS, 1, *latent)))
+        if is_encode:
+            return torch.no_grad()(lambda: vae.encode_video(half_zeros(1, 3, frames[0], height, width)))
+        return torch.no_grad()(lambda: vae.decode_video(half_zeros(1, LATENT_CHANNELS, frames[0] // 4 + 1, *latent)))
 
-def count_wan() -> Callable[[], Any]:
-    """Return the decoding of 17 frames, by the same network."""
-    vae = qwen_in_half()
-    return torch.no_grad()(lambda: vae.decode_video(half_zeros(1, LATENT_CHANNELS, 5, 80, 48)))
+    return build
 
 
 def count_convolution() -> Callable[[], Any]:
@@ -228,7 +245,9 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
     for name in used:
         if name.startswith("attention"):
             found[name] = count_attention(attention_shape(name), "16 bits" in name, name.endswith(BOTH))
-    found |= {QWEN: count_qwen, WAN: count_wan, CONVOLUTION: count_convolution}
+        elif " VAE " in name:
+            found[name] = count_vae(name)
+    found[CONVOLUTION] = count_convolution
     return {name: build for name, build in found.items() if name in used}
 
 
@@ -250,14 +269,18 @@ def stored_work() -> dict[str, list[WorkPart]]:
 
 
 def table_lines(counted: dict[str, list[WorkPart]]) -> list[str]:
-    """Return the lines of the document's table."""
-    lines = []
+    """Return the lines of the document's table, one for all batches or else sizes of a step on a card."""
+    lines: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in TIME_ROWS:
+        before, size, after = row.split
         took, predicted = row.seconds, row.predicted(counted)
-        use = "fitted" if row.is_fitted else ""
-        figures = f"{took:.4g} | {predicted:.4g} | {predicted / took:.2f}"
-        lines.append(f"| {row.source} | {row.step} | {row.gpu} | {figures} | {use} |")
-    return lines
+        figures = size, f"{took:.4g}", f"{predicted:.4g}", f"{predicted / took:.2f}"
+        lines.setdefault((row.source, before, after, row.gpu, "fitted" * row.is_fitted), []).append(figures)
+    texts = []
+    for (source, before, after, gpu, use), rows in lines.items():
+        sizes, *columns = (" / ".join(column) for column in zip(*rows, strict=True))
+        texts.append(f"| {source} | {before}{sizes}{after} | {gpu} | {' | '.join(columns)} | {use} |")
+    return texts
 
 
 def main() -> None:

@@ -173,6 +173,30 @@ def maisi_autoencoder(splits: int) -> nn.Module:
     )
 
 
+def stable_diffusion_vae(is_encoder: bool) -> nn.Sequential:
+    """Return the encoder or the decoder of Stable Diffusion's VAE, whose levels have one block more going up."""
+    from monai.networks.blocks.selfattention import SABlock
+    from monai.networks.nets import AutoencoderKL
+
+    widths = (128, 256, 512, 512)
+    vae = AutoencoderKL(
+        2,
+        3,
+        3,
+        (2 if is_encoder else 3,) * len(widths),
+        widths,
+        (False,) * len(widths),
+        latent_channels=4,
+        with_encoder_nonlocal_attn=is_encoder,
+        with_decoder_nonlocal_attn=not is_encoder,
+    )
+    for module in vae.modules():
+        if isinstance(module, SABlock):
+            module.use_flash_attention = True
+    parts = (vae.encoder, vae.quant_conv_mu) if is_encoder else (vae.post_quant_conv, vae.decoder)
+    return nn.Sequential(*parts)
+
+
 def notebook_unet() -> nn.Module:
     """Return the U-Net of MONAI's notebook of mixed precision."""
     from monai.networks.nets import UNet

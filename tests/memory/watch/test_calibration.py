@@ -76,9 +76,9 @@ def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
     assert calibration.corrected(made(), "L40S") == made()
 
 
-def checked_file(path, **machine):
+def checked_file(path, seconds=1.5, **machine):
     """Write what scripts/check_gpu.sh leaves: tables, then everything as JSON."""
-    step = {"preset": "x", "stage": BLANK.stage, "tier": BLANK.tier, "config": "this", "seconds": 1.5}
+    step = {"preset": "x", "stage": BLANK.stage, "tier": BLANK.tier, "config": "this", "seconds": seconds}
     step |= {"predicted_seconds": 1.0, "peak_allocated_bytes": 5, "predicted_peak_allocated_bytes": 4}
     values = {"machine": {"gpu": "NVIDIA GeForce RTX 4090", "torch": "2.13", "cudnn": 92000, **machine}}
     text = json.dumps({"format": 1, "basics": {}, **values, "steps": [step]})
@@ -95,6 +95,8 @@ def test_the_file_of_a_checked_gpu_decides_on_any_machine_and_the_range_narrows(
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
     for name in ("RTX 4090 Laptop", "L40S", None):
         assert calibration.corrected(made(), name) == made()
+    calibration.learn(checked_file(tmp_path / "newer.md", 1.25, torch="2.14"))
+    assert calibration.corrected(made(), "RTX 4090").time_correction == 1.25
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "```json\n{}\n```"])
