@@ -56,7 +56,7 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", ["small", "large", "huge"])
 def test_norms_of_whole_volumes_compute_what_double_precision_does(interpreted, size, case):
     found = interpreted[f"{size} {case}"]
     exact, rounded = (1e-4, 5e-5) if case.wild else (3e-6, ROUNDING[case.dtype])
