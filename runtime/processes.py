@@ -278,7 +278,6 @@ def _check_equal(process: Process, settings: Settings) -> None:
     facts = {name: str(look_up(settings, name)) for name, _ in known_keys()}
     facts |= {
         "precision": Precision(settings.device, process.device, process.has_bfloat16).name,
-        "kind of device": process.device.type,
         # On a CPU another number of threads sums in another order.
         "number of threads": str(torch.get_num_threads()) if process.device.type == "cpu" else "any",
         "torch": torch.__version__,
@@ -321,6 +320,7 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
         shared_store = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))[0]
         store = dist.PrefixStore(f"{attempt} of {world_size}", shared_store)
+        _check_same_kind(store, device, rank, world_size)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=dist.PrefixStore("processes", store),
@@ -339,6 +339,21 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
         unreachable.is_reported_by_another_rank = False
         raise unreachable from error
     return store, control, patient
+
+
+def _check_same_kind(store: dist.Store, device: torch.device, rank: int, world_size: int) -> None:
+    """Raise `ConfigError` on every rank if some have a GPU and others have none: they would wait for each other."""
+    store.set(f"device of {rank}", device.type)
+    kinds = [store.get(f"device of {other}").decode() for other in range(world_size)]
+    store.set(f"seen by {rank}", "")
+    for other, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            store.wait([f"seen by {other}" for other in range(world_size)])  # the store may end with this process
+            found = f"{kinds[0]} on rank 0 and {kind} on rank {other}"
+            remedy = "check nvidia-smi on every machine, or set device.type=cpu"
+            error = ConfigError([Problem("device.type", found, "", remedy)])
+            error.is_reported_by_another_rank = rank != 0
+            raise error
 
 
 def _answer(question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,3 +117,18 @@ def test_ranks_of_other_versions_are_refused_by_the_key_that_one_lacks(monkeypat
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(ConfigError, match=r"new\.key: (unset|7) on rank 0 and (unset|7) on rank 1"):
         processes._check_equal(processes.Process(torch.device("cpu"), world_size=2), Settings.model_validate(TINY))
+
+
+def test_ranks_of_which_one_has_no_gpu_are_refused_before_they_wait_for_each_other():
+    store = torch.distributed.HashStore()
+
+    def refused(rank: int, kind: str) -> tuple[str, bool | None]:
+        with pytest.raises(ConfigError) as raised:
+            processes._check_same_kind(store, torch.device(kind), rank, 2)
+        return str(raised.value), raised.value.is_reported_by_another_rank
+
+    with ThreadPoolExecutor() as threads:
+        (first, *reported), (second, *again) = threads.map(refused, (0, 1), ("cuda", "cpu"))
+    assert first == second
+    assert "device.type: cuda on rank 0 and cpu on rank 1; check nvidia-smi" in first
+    assert reported + again == [False, True]

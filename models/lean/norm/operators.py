@@ -155,7 +155,7 @@ def _direct_backend(x: Tensor) -> Any:
 def _triton_backward(backend: Any, grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     grad_x = torch.empty_like(x, memory_format=layout_of(x))
     sums = backend.group_norm_backward(grad_x, grad, x, norm)
-    grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
+    grad_bias, grad_weight = (sums.view(2, -1) if x.shape[0] == 1 else sums.sum(1)).unbind()
     return grad_x, grad_weight, grad_bias
 
 

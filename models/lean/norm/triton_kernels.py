@@ -28,7 +28,7 @@ def _tile(channels, voxels, num_chunks, multiple: tl.constexpr, block_c: tl.cons
 
 @triton.jit
 def _places(ptr, b, c, v, stride_b, stride_c, stride_v, multiple: tl.constexpr):
-    voxels = b * stride_b + v[None, :] * stride_v
+    voxels = b * stride_b + v[None, :].to(tl.int64) * stride_v
     if multiple > 1:
         voxels = tl.multiple_of(voxels, (multiple, multiple))
     return ptr + voxels + c[:, None].to(tl.int64) * stride_c
@@ -165,6 +165,17 @@ def sums_kernel(
     place = parts_ptr + (b * channels + c) * num_chunks + chunk
     tl.store(place, tl.sum(grad, 1), mask=c < channels)
     tl.store(place + plane, tl.sum(grad * x, 1), mask=c < channels)
+
+
+@triton.jit
+def total_kernel(parts_ptr, totals_ptr, num_chunks, block: tl.constexpr):
+    """Add up the parts of one sum."""
+    row = tl.program_id(0)
+    acc = tl.zeros([block], tl.float32)
+    for start in range(0, num_chunks, block):
+        i = start + tl.arange(0, block)
+        acc += tl.load(parts_ptr + row.to(tl.int64) * num_chunks + i, mask=i < num_chunks, other=0.0)
+    tl.store(totals_ptr + row, tl.sum(acc, 0))
 
 
 @triton.jit

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from models.lean.norm.triton_kernels import (
     normalise_kernel,
     spans_kernel,
     sums_kernel,
+    total_kernel,
 )
 
 Stride = tuple[int, ...]
@@ -45,36 +48,63 @@ matter as long as the volume stays in the GPU's cache.
 """
 
 
+class _Kernel(NamedTuple):
+    """A kernel with its numbers, and which of the tensors of a `_Launch` it takes."""
+
+    kernel: Any
+    places: tuple[int, ...]
+    programs: int
+    numbers: tuple[float, ...]
+    options: dict[str, int]
+
+
+def _kernel(kernel: Any, places: Sequence[int], programs: int, *numbers: float, **options: int) -> _Kernel:
+    return _Kernel(kernel, tuple(places), programs, numbers, options)
+
+
 class _Launch:
-    """A kernel and its numbers, for tensors of the same dtypes on the same device.
+    """Kernels that run one after the other, for tensors of the same dtypes on the same device.
+
+    The tensors are those it is called with, then those that only the kernels need: fp32, of the sizes in `own`.
 
     What Triton compiled is launched directly the next time, and with addresses in place of tensors, because its own way
     of finding it takes the host ten times as long. The alignment of addresses is all that is left to specialise on.
     """
 
-    def __init__(self, kernel: Any, programs: int, *numbers: float, **options: int) -> None:
-        self._kernel, self._programs, self._numbers, self._options = kernel, programs, numbers, options
-        self._compiled: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    def __init__(self, kernels: Sequence[_Kernel], own: Sequence[int] = ()) -> None:
+        self._kernels, self._own = kernels, own
+        self._compiled: dict[tuple[int, ...], tuple[Callable[[int], int], list[tuple[Any, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(*tensors)
+        tensors += tuple([torch.empty(size, dtype=torch.float32, device=device) for size in self._own])
         addresses = [tensor.data_ptr() for tensor in tensors]
         kind = tuple([address % 16 for address in addresses])
         found = self._compiled.get(kind)
-        if found is not None:
-            run, stream_of, *known = found
-            # As Triton calls it (checked with 3.7.1), but for hooks of its profiler: none.
-            run(self._programs, 1, 1, stream_of(device.index), *known, None, None, None, *addresses, *self._numbers)
+        if found is None:
+            self._compile(kind, tensors)
             return None
-        compiled = self._kernel[(self._programs,)](*tensors, *self._numbers, **self._options)
-        # The interpreter compiles nothing.
-        if compiled is not None:
-            stream_of = driver.active.get_current_stream
-            self._compiled[kind] = compiled.run, stream_of, compiled.function, compiled.packed_metadata
+        stream_of, kernels = found
+        stream = stream_of(device.index)
+        for run, programs, taken, known, numbers in kernels:
+            # As Triton calls it (checked with 3.7.1), but for hooks of its profiler: none.
+            run(programs, 1, 1, stream, *known, None, None, None, *taken(addresses), *numbers)
         return None
+
+    def _compile(self, kind: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
+        """Launch through Triton, and keep what it compiled."""
+        ready: list[tuple[Any, ...]] = []
+        for kernel, places, programs, numbers, options in self._kernels:
+            taken = itemgetter(*places)
+            compiled = kernel[(programs,)](*taken(tensors), *numbers, **options)
+            if compiled is None:  # the interpreter compiles nothing
+                continue
+            ready.append((compiled.run, programs, taken, (compiled.function, compiled.packed_metadata), numbers))
+        if ready:
+            self._compiled[kind] = driver.active.get_current_stream, ready
 
 
 _cached = lru_cache(maxsize=4096)
@@ -169,54 +199,46 @@ def store_statistics(out: Tensor | None, mean: Tensor, rstd: Tensor, x: Tensor, 
     assert mean.stride() == rstd.stride() == (groups, 1), "statistics are written in order"
     target = x if out is None else out
     stride_out = None if out is None else out.stride()
-    launches = _statistics_launches(x.shape, x.stride(), stride_out, groups, eps, _kinds(x, target))
-    launches(x, target, mean, rstd)
-
-
-class _Statistics(NamedTuple):
-    """The kernels that find the statistics, and how many values the results of the first two have."""
-
-    moments: _Launch
-    num_parts: int
-    spans: _Launch | None
-    num_spanned: int
-    combine: _Launch
-
-    def __call__(self, x: Tensor, target: Tensor, mean: Tensor, rstd: Tensor) -> None:
-        parts = torch.empty(self.num_parts, dtype=torch.float32, device=x.device)
-        self.moments(x, target, parts)
-        if self.spans is not None:
-            spanned = torch.empty(self.num_spanned, dtype=torch.float32, device=x.device)
-            self.spans(parts, spanned)
-            parts = spanned
-        self.combine(parts, mean, rstd)
+    _statistics_launch(x.shape, x.stride(), stride_out, groups, eps, _kinds(x, target))(x, target, mean, rstd)
 
 
 @_cached
-def _statistics_launches(
+def _statistics_launch(
     shape: torch.Size, stride: Stride, stride_out: Stride | None, groups: int, eps: float, kinds: Any
-) -> _Statistics:
+) -> _Launch:
+    """Return the kernels for x, what it is copied to, mean and rstd."""
+    return _Launch(*_statistics_kernels(shape, stride, stride_out, groups, eps, places=(0, 1, 2, 3), own=4))
+
+
+def _statistics_kernels(
+    shape: torch.Size, stride: Stride, stride_out: Stride | None, groups: int, eps: float, *, places: Any, own: int
+) -> tuple[list[_Kernel], list[int]]:
+    """Return the kernels that find the statistics, and the sizes of their own tensors, of which the first is `own`.
+
+    `places` are those of x, of what it is copied to, of mean and of rstd.
+    """
     (batch, channels), voxels = shape[:2], shape[2:].numel()
     programs, num_chunks, block_c, block_v = _tiles(shape, stride, voxels)
     plane = batch * channels * num_chunks
     volumes = _volume(shape, stride), _volume(shape, stride_out or stride)
-    moments = _Launch(
-        moments_kernel, programs, channels, voxels, num_chunks, plane, *volumes[0], *volumes[1], stride_out is not None,
-        _multiple(channels, *volumes), block_c, block_v, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    num_spans = triton.cdiv(num_chunks, COMBINE_BLOCK)
-    spans_plane = batch * channels * num_spans
-    spans = _Launch(
-        spans_kernel, spans_plane, voxels, num_chunks, num_spans, plane, spans_plane, block_v, COMBINE_BLOCK
-    )
+    x, target, *results = places
+    kernels, sizes = [
+        _kernel(
+            moments_kernel, (x, target, own), programs, channels, voxels, num_chunks, plane, *volumes[0], *volumes[1],
+            stride_out is not None, _multiple(channels, *volumes), block_c, block_v, num_warps=NUM_WARPS,
+        )
+    ], [2 * plane]  # fmt: skip
     # One program for each group would take its many parts one block after the other.
-    has_spans = num_chunks * channels // groups > MOST_PARTS
-    if has_spans:
-        num_chunks, block_v = num_spans, block_v * COMBINE_BLOCK
-    combine = _Launch(
-        combine_kernel, batch * groups, channels // groups, voxels, num_chunks, eps, block_v, COMBINE_BLOCK
-    )
-    return _Statistics(moments, 2 * plane, spans if has_spans else None, 2 * spans_plane, combine)
+    if num_chunks * channels // groups > MOST_PARTS:
+        num_spans = triton.cdiv(num_chunks, COMBINE_BLOCK)
+        spans_plane = batch * channels * num_spans
+        spanned = voxels, num_chunks, num_spans, plane, spans_plane, block_v, COMBINE_BLOCK
+        kernels.append(_kernel(spans_kernel, (own, own + 1), spans_plane, *spanned))
+        sizes.append(2 * spans_plane)
+        num_chunks, block_v, own = num_spans, block_v * COMBINE_BLOCK, own + 1
+    numbers = channels // groups, voxels, num_chunks, eps, block_v, COMBINE_BLOCK
+    kernels.append(_kernel(combine_kernel, (own, *results), batch * groups, *numbers))
+    return kernels, sizes
 
 
 def is_small(shape: torch.Size, groups: int) -> bool:
@@ -228,44 +250,36 @@ def group_norm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """Write a whole `x`, after norm and optional SiLU, into `out`; return the statistics."""
-    kinds = x.device, x.dtype, out.dtype, weight.dtype
-    launches = _group_norm_launches(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
-    if launches is None:
+    kinds = x.device, weight.device, x.dtype, out.dtype, weight.dtype
+    launch = _group_norm_launch(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
+    if launch is None:
         return group_norm(out, x.contiguous(), weight, bias, groups, eps, silu)
     mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=kinds[0])
     rstd = torch.empty_like(mean)
-    launches(x, out, mean, rstd, *_dense(weight, bias))
+    launch(x, out, mean, rstd, *_dense(weight, bias))
     return mean, rstd
 
 
-class _LargeNorm(NamedTuple):
-    """The kernels that find the statistics of a large volume, and the one that uses them."""
-
-    statistics: _Statistics
-    normalise: _Launch
-
-    def __call__(self, x: Tensor, out: Tensor, mean: Tensor, rstd: Tensor, *affine: Tensor) -> None:
-        self.statistics(x, x, mean, rstd)
-        self.normalise(x, out, mean, rstd, *affine)
-
-
 @_cached
-def _group_norm_launches(
+def _group_norm_launch(
     shape: torch.Size, stride: Stride, stride_out: Stride, groups: int, eps: float, silu: bool, kinds: Any
-) -> _Launch | _LargeNorm | None:
-    """Return the kernel that does it all, or those for a large volume; None if the voxels are not evenly spaced."""
+) -> _Launch | None:
+    """Return the kernels for x, `out`, mean, rstd, weight and bias; None if the voxels are not evenly spaced."""
+    # Kernels that are launched with addresses check nothing.
+    device, of_weight, *_ = kinds
+    assert of_weight == device, f"the norm's weight is on {of_weight}, its input on {device}"
+    assert shape.numel() > 0, f"a volume of shape {tuple(shape)} has no values to normalise"
     if strides(shape, stride) is None:
         return None
     if not is_small(shape, groups):
-        return _LargeNorm(
-            _statistics_launches(shape, stride, None, groups, eps, kinds[:2]),
-            _normalise_launch((shape,) * 2, (stride, stride_out), 0, groups, silu, kinds),
-        )
+        kernels, sizes = _statistics_kernels(shape, stride, None, groups, eps, places=(0, 0, 2, 3), own=6)
+        return _Launch([*kernels, _normalise_kernel((shape,) * 2, (stride, stride_out), 0, groups, silu)], sizes)
     (batch, channels), voxels = shape[:2], shape[2:].numel()
-    return _Launch(
-        group_norm_kernel, batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
+    small = _kernel(
+        group_norm_kernel, range(6), batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
         *_volume(shape, stride_out), silu, *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
     )  # fmt: skip
+    return _Launch([small])
 
 
 def group_norm_backward(out: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
@@ -273,59 +287,49 @@ def group_norm_backward(out: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> Ten
     mean, rstd, weight, bias, silu = norm
     kinds = x.device, x.dtype, grad.dtype, out.dtype, weight.dtype
     strides = grad.stride(), x.stride(), out.stride()
-    launches = _group_norm_backward_launches(x.shape, strides, mean.shape[1], silu, kinds)
-    if launches is None:
+    launch = _group_norm_backward_launch(x.shape, strides, mean.shape[1], silu, kinds)
+    if launch is None:
         return group_norm_backward(out, _readable(grad), _readable(x), norm)
     sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=kinds[0])
-    launches(grad, x, out, sums, *_dense(mean, rstd, weight, bias))
+    launch(grad, x, out, sums, *_dense(mean, rstd, weight, bias))
     return sums
 
 
-class _LargeNormBackward(NamedTuple):
-    """The kernels that sum the gradient of a large volume in parts, that combine these, and that write it."""
-
-    num_chunks: int
-    summing: _Launch
-    combine: _Launch
-    writing: _Launch
-
-    def __call__(self, grad: Tensor, x: Tensor, out: Tensor, sums: Tensor, *dense: Tensor) -> None:
-        parts = torch.empty((*sums.shape, self.num_chunks), dtype=torch.float32, device=x.device)
-        self.summing(grad, x, grad, parts, *dense)
-        if self.num_chunks > MOST_PARTS:
-            parts = parts.sum(3)
-        mean, _, weight, _ = dense
-        means = torch.empty((2, *mean.shape), dtype=torch.float32, device=x.device)
-        self.combine(parts, sums, means, weight)
-        self.writing(grad, x, grad, out, *dense, means)
-
-
 @_cached
-def _group_norm_backward_launches(
+def _group_norm_backward_launch(
     shape: torch.Size, strides_of: tuple[Stride, ...], groups: int, silu: bool, kinds: Any
-) -> _Launch | _LargeNormBackward | None:
-    """Return the kernel that does it all, or those for a large volume; None if the voxels are not evenly spaced.
+) -> _Launch | None:
+    """Return the kernels for the gradient, x, `out`, the sums, and a `Norm`; None if the voxels are not evenly spaced.
 
     The strides are those of the gradient, of x and of `out`.
     """
     if any(strides(shape, stride) is None for stride in strides_of[:2]):
         return None
     (batch, channels), voxels = shape[:2], shape[2:].numel()
+    plane = batch * channels
     if is_small(shape, groups):
-        return _Launch(
-            group_norm_backward_kernel, batch * groups, channels, groups, voxels, batch * channels,
+        small = _kernel(
+            group_norm_backward_kernel, range(8), batch * groups, channels, groups, voxels, plane,
             *chain(*[_volume(shape, stride) for stride in strides_of]), silu, *_blocks(channels // groups, voxels),
             num_warps=NUM_WARPS,
         )  # fmt: skip
+        return _Launch([small])
+    grad, x, out, sums, mean, rstd, weight, bias, parts, means, totals = range(11)
     stride_grad, stride, stride_out = strides_of
-    num_chunks, summing = _sums_launch(shape, (stride_grad, stride), None, groups, silu, False, kinds)
-    num_parts = 1 if num_chunks > MOST_PARTS else num_chunks
-    block = min(triton.next_power_of_2(num_parts), COMBINE_BLOCK)
-    combine = _Launch(
-        group_means_kernel, batch * groups, channels, groups, voxels, num_parts, batch * channels, block
-    )  # fmt: skip
-    writing = _input_grad_launch(shape, (stride_grad, stride, stride_grad, stride_out), groups, silu, False, kinds)
-    return _LargeNormBackward(num_chunks, summing, combine, writing)
+    norm = mean, rstd, weight, bias
+    num_chunks, summing = _sums_kernel((grad, x, grad, parts, *norm), shape, strides_of[:2], None, groups, silu, False)
+    kernels, sizes = [summing], [2 * plane * num_chunks, 2 * batch * groups]
+    if num_chunks > MOST_PARTS:
+        kernels.append(_kernel(total_kernel, (parts, totals), 2 * plane, num_chunks, COMBINE_BLOCK))
+        sizes.append(2 * plane)
+        parts, num_chunks = totals, 1
+    block = min(triton.next_power_of_2(num_chunks), COMBINE_BLOCK)
+    numbers = channels, groups, voxels, num_chunks, plane, block
+    kernels.append(_kernel(group_means_kernel, (parts, sums, means, weight), batch * groups, *numbers))
+    strides_all = stride_grad, stride, stride_grad, stride_out
+    places = grad, x, grad, out, *norm, means
+    writing = _input_grad_kernel(places, shape, strides_all, groups, silu, False)
+    return _Launch([*kernels, writing], sizes)
 
 
 def _blocks(size: int, voxels: int) -> tuple[int, int]:
@@ -343,17 +347,22 @@ def normalise(out: Tensor, x: Tensor, norm: Norm, rows_before: int) -> None:
 
 
 @_cached
-def _normalise_launch(
-    shapes: tuple[torch.Size, ...], strides: tuple[Stride, ...], rows_before: int, groups: int, silu: bool, kinds: Any
-) -> _Launch:
-    """Return the kernel for the shapes and strides of x and of `out`."""
+def _normalise_launch(*asked: Any) -> _Launch:
+    *options, _ = asked
+    return _Launch([_normalise_kernel(*options)])
+
+
+def _normalise_kernel(
+    shapes: tuple[torch.Size, ...], strides: tuple[Stride, ...], rows_before: int, groups: int, silu: bool
+) -> _Kernel:
+    """Return the kernel for the shapes and strides of x and of `out`, which takes these and a `Norm`."""
     (shape, shape_out), (stride, stride_out) = shapes, strides
     voxels, out_voxels = shape[2:].numel(), shape_out[2:].numel()
     programs, num_chunks, *block = _tiles(shape, stride, out_voxels)
     volumes = _volume(shape, stride), _volume(shape_out, stride_out)
-    return _Launch(
-        normalise_kernel, programs, shape[1], groups, voxels, out_voxels, rows_before * shape[3:].numel(), num_chunks,
-        *volumes[0], *volumes[1], silu, _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
+    return _kernel(
+        normalise_kernel, range(6), programs, shape[1], groups, voxels, out_voxels, rows_before * shape[3:].numel(),
+        num_chunks, *volumes[0], *volumes[1], silu, _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -362,32 +371,41 @@ def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, n
 
     The gradient itself, before or after SiLU, goes into `out`, if given.
     """
+    assert sums.is_contiguous(), "sums are written in order"
     x, grad = _readable(x), _readable(grad)
     target = grad if out is None else out
     stride_out, kinds = None if out is None else out.stride(), _kinds(x, grad, target, norm.weight)
-    strides, options = (grad.stride(), x.stride()), (norm.silu, before_silu, kinds)
-    num_chunks, launch = _sums_launch(x.shape, strides, stride_out, norm.groups, *options)
-    parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
-    launch(grad, x, target, parts, *_dense(*norm[:4]))
-    torch.sum(parts, 3, out=sums)
+    strides = grad.stride(), x.stride()
+    launch = _norm_sums_launch(x.shape, strides, stride_out, norm.groups, norm.silu, before_silu, kinds)
+    launch(grad, x, target, sums, *_dense(*norm[:4]))
 
 
 @_cached
-def _sums_launch(
-    shape: torch.Size, strides: tuple[Stride, ...], stride_out: Stride | None, groups: int, *options: Any
-) -> tuple[int, _Launch]:
+def _norm_sums_launch(shape: torch.Size, *asked: Any) -> _Launch:
+    *options, _ = asked
+    plane, parts = shape[:2].numel(), 8
+    num_chunks, summing = _sums_kernel((0, 1, 2, parts, 4, 5, 6, 7), shape, *options)
+    block = min(triton.next_power_of_2(num_chunks), COMBINE_BLOCK)
+    total = _kernel(total_kernel, (parts, 3), 2 * plane, num_chunks, block)
+    return _Launch([summing, total], [2 * plane * num_chunks])
+
+
+def _sums_kernel(
+    places: Sequence[int], shape: torch.Size, strides: tuple[Stride, ...], stride_out: Stride | None, groups: int,
+    silu: bool, before_silu: bool,
+) -> tuple[int, _Kernel]:  # fmt: skip
     """Return the number of chunks and the kernel, for the strides of the gradient and of x.
 
-    `options`: whether SiLU follows, whether the gradient before it is stored, and `_kinds`.
+    `before_silu` says whether the gradient before SiLU is stored, or that after it.
     """
-    silu, before_silu, _ = options
     batch, channels = shape[:2]
     voxels, (stride_grad, stride) = shape[2:].numel(), strides
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
     volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
-    return num_chunks, _Launch(
-        sums_kernel, programs, channels, groups, voxels, num_chunks, batch * channels * num_chunks, *chain(*volumes),
-        silu, stride_out is not None, before_silu, _multiple(channels, *volumes), *block, num_warps=NUM_WARPS,
+    return num_chunks, _kernel(
+        sums_kernel, places, programs, channels, groups, voxels, num_chunks, batch * channels * num_chunks,
+        *chain(*volumes), silu, stride_out is not None, before_silu, _multiple(channels, *volumes), *block,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -401,16 +419,21 @@ def norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, norm: Norm, group_mean
 
 
 @_cached
-def _input_grad_launch(
-    shape: torch.Size, strides: tuple[Stride, ...], groups: int, silu: bool, has_plus: bool, kinds: Any
-) -> _Launch:
+def _input_grad_launch(*asked: Any) -> _Launch:
+    *options, _ = asked
+    return _Launch([_input_grad_kernel(range(9), *options)])
+
+
+def _input_grad_kernel(
+    places: Sequence[int], shape: torch.Size, strides: tuple[Stride, ...], groups: int, silu: bool, has_plus: bool
+) -> _Kernel:
     """Return the kernel for the strides of the gradient, of x, of what is added, and of `out`."""
     voxels = shape[2:].numel()
     programs, num_chunks, *block = _tiles(shape, strides[1], voxels)
     volumes = [_volume(shape, each) for each in strides]
-    return _Launch(
-        input_grad_kernel, programs, shape[1], groups, voxels, num_chunks, shape[0], *chain(*volumes), silu, has_plus,
-        _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
+    return _kernel(
+        input_grad_kernel, places, programs, shape[1], groups, voxels, num_chunks, shape[0], *chain(*volumes), silu,
+        has_plus, _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

@@ -52,9 +52,10 @@ def main() -> None:
         results[str(case)] = distances(case, inputs(case), triton_launch, group_means)
         results[f"small {case}"] = whole_distances(case, inputs(case), triton_launch)
     triton_launch.SMALL_VALUES = 0
-    forget_launches()
-    for case in all_cases():
-        results[f"large {case}"] = whole_distances(case, inputs(case), triton_launch)
+    for size, triton_launch.MOST_PARTS in (("large", 8192), ("huge", 1)):
+        forget_launches()
+        for case in all_cases():
+            results[f"{size} {case}"] = whole_distances(case, inputs(case), triton_launch)
     results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
     triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = real_size, 2048
     forget_launches()

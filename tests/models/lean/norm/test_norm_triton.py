@@ -56,7 +56,7 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", ["small", "large", "huge"])
 def test_norms_of_whole_volumes_compute_what_double_precision_does(interpreted, size, case):
     found = interpreted[f"{size} {case}"]
     exact, rounded = (1e-4, 5e-5) if case.wild else (3e-6, ROUNDING[case.dtype])
@@ -102,6 +102,7 @@ KERNELS = [
     triton_kernels.group_norm_kernel,
     triton_kernels.group_norm_backward_kernel,
     triton_kernels.group_means_kernel,
+    triton_kernels.total_kernel,
 ]
 TARGETS = [(75, "fp16"), (75, "bf16"), (80, "fp32"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
@@ -149,20 +150,21 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
 
 @pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:6]], ids=lambda kernel: kernel.__name__)
 def test_kernels_read_channels_last_16_bytes_at_a_time(kernel):
-    constants = constants_of(kernel, triton_launch.MAX_TILE_CHANNELS, 64)
     ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
-    assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, **constants).asm["ptx"]
+    not_of_16 = ["channels", *DENSE_VOXELS, *(name.replace("_v", "_b") for name in DENSE_VOXELS)]
+    # 64 channels, 24 with what the launch knows of them, and 24 without.
+    for block_c, multiple, others, is_wide in ((64, 1, (), True), (32, 8, not_of_16, True), (32, 1, not_of_16, False)):
+        constants = constants_of(kernel, block_c, 64) | {"multiple": multiple}
+        ptx = compiled(kernel, 80, "bf16", ones, others, **constants).asm["ptx"]
+        assert ("ld.global.v4.b32" in ptx) == is_wide, (block_c, multiple)
 
 
-@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:6]], ids=lambda kernel: kernel.__name__)
-def test_kernels_read_24_channels_last_16_bytes_at_a_time(kernel):
-    constants = constants_of(kernel, 32, 64) | {"multiple": 8}
-    ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
-    others = ["channels", *DENSE_VOXELS, *(name.replace("_v", "_b") for name in DENSE_VOXELS)]
-    assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, others, **constants).asm["ptx"]
-    assert (
-        "ld.global.v4.b32" not in compiled(kernel, 80, "bf16", ones, others, **constants | {"multiple": 1}).asm["ptx"]
-    )
+def test_a_norm_of_another_device_and_an_empty_batch_are_refused_before_a_launch():
+    x, weight = torch.zeros(1, 4, 2, 2, 2), torch.zeros(4)
+    with pytest.raises(AssertionError, match="the norm's weight is on meta, its input on cpu"):
+        triton_launch.group_norm(x, x, weight.to("meta"), weight, 2, 1e-5, False)
+    with pytest.raises(AssertionError, match=r"\(0, 4, 2, 2, 2\) has no values"):
+        triton_launch.group_norm(x[:0], x[:0], weight, weight, 2, 1e-5, False)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
