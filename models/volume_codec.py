@@ -5,10 +5,13 @@ Both are exact: they leave no seams and give the same volume as decoding it whol
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ _HOST_ABOVE = GIB
 """Where memory is short even in slabs, volumes of more bytes than this lie in host memory."""
 _SLABS_AT_ONCE = 3
 """What the tensors and workspaces of a slab take besides whole volumes: so many slabs in full precision."""
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of mallopt: larger blocks are not taken from the heap. 32 MiB is the most that glibc chooses."""
 _SLAB_BYTES = 2 * GIB
 """The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
 
@@ -73,7 +78,8 @@ class VolumeCodec:
     def decode(self, latent: Tensor) -> Tensor:
         """Return the volume, float32 (C, D, H, W), of one latent that is not normalised, (C, D, H, W)."""
         factors = self.settings.downsampling
-        self._choose_slabs([axis * factor for axis, factor in zip(latent.shape[1:], factors, strict=True)])
+        grid = [axis * factor for axis, factor in zip(latent.shape[1:], factors, strict=True)]
+        self._choose_slabs(grid, shares_memory=True)
         return self._run(self.autoencoder.decode, latent, "decoding", self.autoencoder.decoder)[0].float()
 
     def _run(self, function: Callable[[Tensor], Any], tensor: Tensor, name: str, coder: Any) -> Any:
@@ -87,7 +93,8 @@ class VolumeCodec:
                 # Passed only to hide the bar, because an explicit disable=False would override --quiet.
                 options: dict[str, Any] = {"disable": True} if is_hidden else {}
                 bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
-                with bar, self.precision.autocast():
+                in_slabs_on_cpu = self._rows and self.precision.device.type == "cpu" and not is_predicted
+                with bar, self.precision.autocast(), freed_at_once() if in_slabs_on_cpu else nullcontext():
                     if self.host is not None:
                         self.host.on_block = bar.update
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
@@ -103,11 +110,11 @@ class VolumeCodec:
             if isinstance(self.host, DeviceSpace):
                 self.host = None
 
-    def _choose_slabs(self, grid: Sequence[int]) -> None:
+    def _choose_slabs(self, grid: Sequence[int], shares_memory: bool = False) -> None:
         """Turn slabs on if a block at full resolution would not fit into the budget or the free memory.
 
         Blocks of lower levels run in slabs if they would not fit either. If a level's volume and the next one's would
-        not fit, they are to lie in host memory.
+        not fit, they are to lie in host memory. With `shares_memory`, the smaller of the two can lie in the other's.
         """
         self.host, self.num_levels = None, 1
         if not self.has_slabs:
@@ -130,6 +137,8 @@ class VolumeCodec:
         if max(volumes) <= _HOST_ABOVE or most <= free:
             if self.settings.training.offload_levels:
                 return  # the highest levels are in host memory, as in training
+            if shares_memory and free - most < _SLABS_AT_ONCE * row * (_SMALLEST_SLAB_ROWS + 2):
+                most = max(volumes)
             self._rows = _fitting_rows(self.slab_rows, (free - most) // (_SLABS_AT_ONCE * row) - 2)
             self.host = DeviceSpace(max(0, free - _SLABS_AT_ONCE * row * (self._rows + 2)))
             return
@@ -161,6 +170,23 @@ class VolumeCodec:
         if self.precision.device.type == "cuda":
             return torch.cuda.mem_get_info(self.precision.device)[0]
         return available_host_bytes()
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Have memory of slabs go back to the system when it is freed.
+
+    glibc keeps blocks of up to 32 MiB for later, several slabs in all. Other C libraries are left as they are.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 32 << 20)
 
 
 def _fitting_rows(rows: int, most: int) -> int:

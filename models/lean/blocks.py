@@ -34,6 +34,7 @@ from models.lean.rows import (
     empty,
     in_order,
     layout_of_volume,
+    partly_stored,
     read,
     rows_of,
     volume_bytes,
@@ -100,9 +101,11 @@ class ResidualBlock(LeanBlock):
 
         A norm needs statistics of all rows before the first one can be normalised, so the rows are visited twice: once
         to compute h, once to produce the output in its place. With `consumes` the output overwrites x if it fits there
-        and memory is short; h is then computed twice and never exists whole. If there is room, an input that is
-        computed on demand and has a shortcut is kept, so that it is not computed twice. For backward nothing is kept
-        but the output, because to compute h again takes less time than to copy it to the host and back.
+        and memory is short; h is then computed twice and never exists whole. A volume that x is computed from moves
+        into the memory of the output instead, and the rows of h that have no room beside it are computed twice. If
+        there is room, an input that is computed on demand and has a shortcut is kept, so that it is not computed twice.
+        For backward nothing is kept but the output, because to compute h again takes less time than to copy it to the
+        host and back.
         """
         host, dtype, shortcut = run.host, run.dtype, self.shortcut
         (weight1, bias1), (weight2, bias2) = _low(self.conv1.conv, dtype), _low(self.conv2.conv, dtype)
@@ -115,18 +118,22 @@ class ResidualBlock(LeanBlock):
                 x = stored(x, run.rows, host)
             in_memory = not isinstance(x, ComputedRows)
             overwrites = consumes and in_memory and spare < size and shortcut is None and x.dtype == dtype
-            recomputes = overwrites or (host is not None and not consumes)
+            num_kept = 0 if overwrites or (host is not None and not consumes) else x.shape[2]  # rows of h
             norm1 = _norm(self.norm1, statistics_of(x, self.norm1, run.rows))
             source = with_halos(x, length) if in_memory or not consumes else x
             convolved = convolved_rows(NormedRows(source, norm1, dtype), weight1, bias1)
             place = x if overwrites else run.place(convolved, "host")
             assert place is not None, "every output has a place"
+            if isinstance(x, ComputedRows) and x.source is not None and spare < size and isinstance(place, Tensor):
+                num_kept = x.source.move_to_end(place) or num_kept
             around = self._around(source, dtype)
             inner = Statistics(convolved, all_slabs, self.norm2)
             for start, end in all_slabs:
-                inner.add(convolved.rows(start, end), None if recomputes else place)
+                inner.add(convolved.rows(start, end), place if end <= num_kept else None)
             norm2 = _norm(self.norm2, inner.result())
-            second = NormedRows(convolved if recomputes else in_order(place, length), norm2, dtype)
+            num_kept = max((end for _, end in all_slabs if end <= num_kept), default=0)
+            h = in_order(place, length) if num_kept == x.shape[2] else partly_stored(place, num_kept, convolved)
+            second = NormedRows(h, norm2, dtype)
             outer = Statistics(convolved, all_slabs, self.norm1)
             for start, end in all_slabs:
                 part = convolve(second.haloed(start, end), weight2, bias2)

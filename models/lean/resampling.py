@@ -17,6 +17,7 @@ from models.lean.layout import arranged, layout_of
 from models.lean.norm import compute_dtype, full_precision
 from models.lean.rows import (
     ComputedRows,
+    Relocatable,
     RowSource,
     Volume,
     bias_grad,
@@ -263,10 +264,15 @@ class UpsampleBlock(LeanBlock):
         return upsample_conv(x, self.postconv.conv, self.strides)
 
     @override
+    def consume(self, x: Volume) -> Volume:
+        return super().consume(Relocatable(x) if isinstance(x, Tensor) else x)
+
+    @override
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
         conv = self.postconv.conv
         rows = self._enlarged(x, conv.weight, conv.bias, run.dtype)
+        rows.source = x if isinstance(x, Relocatable) else None
         rows.then = lambda after: self._enlarged(x, *_merged(conv, after), run.dtype)
         return rows, ()
 

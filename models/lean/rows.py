@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
-from models.lean.layout import layout_of
+from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm.operators import group_means, norm_input_grad, normalise, store_norm_sums, stores_before_silu
 from models.lean.norm.torch_kernels import Norm
 from runtime.observer import memory_observer
@@ -53,10 +53,12 @@ CountedVolume = TypeVar("CountedVolume", bound=Volume)
 class ComputedRows(RowSource):
     """Rows that a function of their start and end computes whenever they are read.
 
-    `then`, where it is given, returns what a pointwise convolution makes of them without computing the rows first.
+    `then`, where it is given, returns what a pointwise convolution makes of them without computing the rows first;
+    `source`, where it is given, is what they are computed from and nobody else reads.
     """
 
     then: Callable[[nn.Conv3d], ComputedRows] | None = None
+    source: Relocatable | None = None
 
     def __init__(
         self,
@@ -71,6 +73,42 @@ class ComputedRows(RowSource):
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
         return self._compute(start, end)
+
+
+class Relocatable(RowSource):
+    """A tensor that makes room for what is computed from it: it can move into the memory of that volume."""
+
+    _APART = 5
+    """So many of the last rows stay apart: without them, no row is overwritten that is still to be read."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self._tensor = x
+        self._apart = x[:, :, x.shape[2] :]
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`."""
+        count = self._tensor.shape[2]
+        if end <= count:
+            return self._tensor[:, :, start:end]
+        apart = self._apart[:, :, max(start - count, 0) : end - count]
+        return apart if start >= count else torch.cat([self._tensor[:, :, start:], apart], 2)
+
+    def move_to_end(self, place: Tensor) -> int:
+        """Move the rows to the end of `place`; return how many rows at its start are free, 0 if they cannot move.
+
+        `place` may then be written from its first row to its last, as the rows that these depend on are read.
+        """
+        is_dense = self.layout == layout_of(place) == CHANNELS_LAST and len(self._tensor) == 1
+        count = self.shape[2] - self._APART
+        if not is_dense or count < 1 or self.dtype != place.dtype or volume_bytes(self) > volume_bytes(place):
+            return 0
+        before, after = self._tensor[:, :, :count], self._tensor[:, :, count:].clone(memory_format=CHANNELS_LAST)
+        at_end = place.movedim(1, -1).view(-1)[-before.numel() :]
+        moved = at_end.view(before.movedim(1, -1).shape).movedim(-1, 1)
+        moved.copy_(before)
+        self._tensor, self._apart = moved, after
+        return (place.numel() - before.numel()) // place[:, :, 0].numel()
 
 
 def read(x: Volume, start: int, end: int) -> Tensor:
@@ -159,7 +197,7 @@ class NormedRows:
 
         Those are computed once, so that `x` may be overwritten up to the end of the slab before.
         """
-        if self._shared is None or self._shared[0] != start:
+        if self._shared is None or self._shared[0] != start or start + 1 == self.x.shape[2]:  # no row is left to read
             out = self.rows(start - 1, end + 1)
         else:
             last = min(end + 1, self.x.shape[2])
@@ -215,6 +253,18 @@ def convolved_rows(source: NormedRows | Volume, weight: Tensor, bias: Tensor) ->
     x = source.x if isinstance(source, NormedRows) else source
     computed = isinstance(x, ComputedRows)
     return ComputedRows(x, compute, weight.dtype, (x.shape[0], weight.shape[0], *x.shape[2:]))
+
+
+def partly_stored(place: Volume, count: int, x: ComputedRows) -> ComputedRows:
+    """Return the rows of `x`, of which the first `count` lie in `place` and the others are computed again."""
+
+    def compute(start: int, end: int) -> Tensor:
+        if start >= count:
+            return x.rows(start, end)
+        known = read(place, start, min(end, count))
+        return known if end <= count else torch.cat([known, x.rows(count, end)], 2)
+
+    return ComputedRows(x, compute)
 
 
 class Copies:

@@ -8,6 +8,7 @@ wherever that takes less time than copying it to the host and back.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal
@@ -166,7 +167,7 @@ class Run:
         return self.host.volume(like) if target == "host" and self.host is not None else empty(like)
 
 
-class LeanBlock(nn.Module):
+class LeanBlock(nn.Module, ABC):
     """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0.
 
     Without gradients, large volumes lie in the memory of `host`, if it is given.
@@ -185,16 +186,16 @@ class LeanBlock(nn.Module):
         """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""
         return self.rows_forward(x, Run(self.slab_rows, compute_dtype(x), self.host), is_last=False)[0]
 
+    @abstractmethod
     def rows_forward(self, x: Volume, run: Run, is_last: bool) -> tuple[Volume, Found]:
         """Return the output, on the device if it is the last one, and the statistics that backward needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows_backward(self, x: Volume, statistics: Found, grad: Volume, run: Run, target: Target) -> Volume | None:
         """Add the gradients of the parameters and return that of `x`.
 
         Without a `target`, nobody needs it.
         """
-        raise NotImplementedError
 
 
 class _Chain:

@@ -141,9 +141,10 @@ def test_a_decode_keeps_to_its_budget_and_computes_less_twice_where_there_is_roo
         found.reset()
         codec.decode(torch.zeros(3, 64, 64, 32))
 
-    whole, tight, wide = (
-        measure_peak(functools.partial(decode, budget), cuda=False) for budget in (1 << 50, 3 << 29, 3 << 30)
+    whole, least, tight, wide = (
+        measure_peak(functools.partial(decode, budget), cuda=False) for budget in (1 << 50, 1 << 30, 3 << 29, 3 << 30)
     )
+    assert least.peak["device"] < min(21 << 26, tight.peak["device"])  # 1 GiB is the largest volume
     assert tight.peak["device"] < min(3 << 29, 0.25 * whole.peak["device"])
     assert tight.peak["device"] < wide.peak["device"] < 3 << 30
     assert 1.5 * whole.flops.total() > tight.flops.total() > 1.05 * wide.flops.total()

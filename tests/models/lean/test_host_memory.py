@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from memory.predict.emulation import measure_peak
 from models import build_autoencoder
 from models.autoencoder import announce_offloaded, offloaded_bytes
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
-from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace, HostVolume, ReadAhead, Remembered
+from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace, HostVolume, ReadAhead, Relocatable, Remembered
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision, move
 from settings import ConfigError, Settings, validate
@@ -92,6 +93,19 @@ def test_volumes_in_slabs_are_those_of_the_whole(shape, layout, batch, grid, row
     for expected, found in zip(*in_both_ways(model, x, rows, levels, host), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert host.free == free, "what was taken is free again"
+
+
+@pytest.mark.parametrize("variant", ["monai", "maisi"])
+@pytest.mark.parametrize("strides", [2, [[1, 2, 2], [2, 2, 2]]])
+def test_a_volume_that_moves_into_what_is_computed_from_it_is_read_before_it_is_overwritten(variant, strides):
+    model = network(variant=variant, strides=strides).eval().double()
+    model.set_layout(CHANNELS_LAST)
+    x = torch.randn(1, 1, 32, 4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for rows in (2, 3, 9):
+        with mock.patch.object(Relocatable, "move_to_end", autospec=True, side_effect=Relocatable.move_to_end) as move:
+            whole, shared = in_both_ways(model, x, rows, 3, DeviceSpace(0))
+        assert move.call_count == 2
+        torch.testing.assert_close(shared, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("free", [0, 1 << 16, PLENTY])
