@@ -11,7 +11,6 @@ from tests.memory.published.times import TIME_ROWS, builders, count_work, stored
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "prediction.md").read_text(encoding="utf-8")
 COUNTED = stored_work()
-HELD_BACK = [row for row in TIME_ROWS if not row.is_fitted]
 QUICK = (
     "nnU-Net Liver, batch 2, update",
     "MAISI ddpm 64x64x32, step",
@@ -33,21 +32,21 @@ def test_the_stored_work_is_what_the_tracker_counts(name):
     assert count_work(builders()[name]) == COUNTED[name]
 
 
-def test_rows_that_were_not_fitted_are_near_and_within_the_printed_range():
-    factors = [max(ratio, 1 / ratio) for ratio in (row.predicted(COUNTED) / row.seconds for row in HELD_BACK)]
+def test_rows_that_were_not_fitted_are_as_near_as_the_document_says_and_within_the_printed_range():
+    ratios = [row.predicted(COUNTED) / row.seconds for row in TIME_ROWS if not row.is_fitted]
+    factors = [max(ratio, 1 / ratio) for ratio in ratios]
     assert max(factors) < 1.7
-    assert sum(factor < 1.35 for factor in factors) >= 0.8 * len(factors)
+    near, most = sum(factor < 1.35 for factor in factors), math.ceil(100 * max(factors)) / 100
+    assert near >= 0.8 * len(factors)
+    cards, fitted = {row.gpu for row in TIME_ROWS}, {row.gpu for row in TIME_ROWS if row.is_fitted}
+    said = f"Of the {len(ratios)} others, {near} are within a factor of 1.35 and all within {most}; their ratios are "
+    said += (
+        f"{min(ratios):.2f} to {max(ratios):.2f}. No row of {len(cards - fitted)} of the {len(cards)} cards was fitted."
+    )
+    assert said in " ".join(TEXT.split())
     ranges = [(row.seconds, *time_range(row.predicted(COUNTED))) for row in TIME_ROWS]
     assert sum(low > took for took, low, _ in ranges) <= 0.05 * len(ranges)
     assert sum(took > high for took, _, high in ranges) <= 0.05 * len(ranges)
-
-
-def test_whole_cards_and_whole_networks_were_not_fitted():
-    fitted = [row for row in TIME_ROWS if row.is_fitted]
-    cards = {row.gpu for row in HELD_BACK} - {row.gpu for row in fitted}
-    assert cards >= {"H100 SXM", "H20", "RTX 3090", "RTX 4090", "Titan Xp", "V100 PCIe"}
-    assert {row.source for row in fitted} == {"nnU-Net", "NVIDIA", "xformers", "ring-attention"}
-    assert not any("Heart" in row.step or "Prostate" in row.step for row in fitted)
 
 
 @pytest.mark.parametrize(
