@@ -82,3 +82,12 @@ def undisturbed(warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Pa
         command = warm(folder, script, "--config", "tiny.yaml", output=folder / "output.log")
         assert command.wait() == 0, command.output
     return folder
+
+
+def adopt_stage_one(undisturbed: Path, folder: Path) -> None:
+    """Give stage 2 the autoencoder of the undisturbed run."""
+    run = folder / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "autoencoder.safetensors").write_bytes(
+        (undisturbed / "runs" / "tiny" / "autoencoder.safetensors").read_bytes()
+    )

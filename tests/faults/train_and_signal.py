@@ -11,11 +11,9 @@ import os
 import runpy
 import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import training.checkpoints
-from runtime import processes
 from training.step import TrainingStep
 
 
@@ -52,7 +50,6 @@ if __name__ == "__main__":
     if moment == "save":
         signal_at_second_save(signal.Signals[name])
     else:
-        processes.STEP_TIMEOUT = timedelta(seconds=20)  # for one that waits for a process that was stopped
         signal_at_step(name, int(moment))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
