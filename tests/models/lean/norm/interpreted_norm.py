@@ -15,7 +15,16 @@ import triton  # type: ignore[import-untyped]
 from models.lean.norm import triton_launch
 from models.lean.norm.operators import group_means
 from models.lean.norm.torch_kernels import Norm
-from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, sums_of, whole_distances
+from tests.models.lean.norm.norm_cases import (
+    EPS,
+    Case,
+    all_cases,
+    distances,
+    forget_launches,
+    inputs,
+    sums_of,
+    whole_distances,
+)
 
 
 def beyond_32_bits(folder: Path) -> float:
@@ -36,13 +45,6 @@ def beyond_32_bits(folder: Path) -> float:
     return float((found - expected).abs().max() + (x - expected).abs().max() + sums.abs().max())
 
 
-def forget_launches() -> None:
-    """Have volumes cut into tiles again, by changed constants."""
-    for function in vars(triton_launch).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
 def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     results = {}
@@ -53,12 +55,12 @@ def main() -> None:
         results[f"small {case}"] = whole_distances(case, inputs(case), triton_launch)
     triton_launch.SMALL_VALUES = 0
     for size, triton_launch.MOST_PARTS in (("large", 8192), ("huge", 1)):
-        forget_launches()
+        forget_launches(triton_launch)
         for case in all_cases():
             results[f"{size} {case}"] = whole_distances(case, inputs(case), triton_launch)
     results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
     triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = real_size, 2048
-    forget_launches()
+    forget_launches(triton_launch)
     case = Case((1, 4, 17, 16, 19), 2, wild=True)
     results["real tiles"] = distances(case, inputs(case), triton_launch, group_means)
     print(json.dumps(results))

@@ -6,7 +6,7 @@ import torch
 from models.lean.norm import operators, torch_kernels
 from models.lean.norm.operators import group_means, uses_triton
 from models.lean.norm.torch_kernels import Norm
-from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, whole_distances
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, forget_launches, inputs, whole_distances
 
 pytestmark = pytest.mark.gpu
 
@@ -39,9 +39,20 @@ def check(case, found):
 @pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
 def test_triton_kernels_compute_what_double_precision_does(kernels, case):
     check(case, distances(case, inputs(case, "cuda"), kernels, group_means))
-    # Launched a second time, through what Triton compiled the first time.
-    for _ in range(2):
-        check(case, whole_distances(case, inputs(case, "cuda"), kernels))
+
+
+@pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"SMALL_VALUES": 0}, {"SMALL_VALUES": 0, "MOST_PARTS": 1}])
+def test_norms_of_whole_volumes_compute_what_double_precision_does(kernels, limits, case, monkeypatch):
+    for name, value in limits.items():
+        monkeypatch.setattr(kernels, name, value)
+    forget_launches(kernels)
+    try:
+        # Launched a second time, through what Triton compiled the first time.
+        for _ in range(2):
+            check(case, whole_distances(case, inputs(case, "cuda"), kernels))
+    finally:
+        forget_launches(kernels)
 
 
 @pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
