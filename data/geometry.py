@@ -196,9 +196,9 @@ def mismatch(path: object, partner: Header, volume: object, header: Header, s: D
     what = ""
     if partner.has_spacing and header.has_spacing:
         if np.abs(_corners(partner) - _corners(header)).max() > max(*partner.spacing_mm, *header.spacing_mm):
-            what = "both must cover the same space to within a voxel; resample it to the volume's grid"
+            what = "both must cover the same space to within a voxel; resample it with scripts/resample.py"
         elif s.resize == "crop_or_pad" and not _have_one_grid(partner, header, s):
-            what = "data.resize: crop_or_pad needs both on one grid; set data.spacing, or resample it to the volume's"
+            what = "data.resize: crop_or_pad needs both on one grid; set data.spacing, or use scripts/resample.py"
     elif partner.shape != header.shape:
         what = "without a stored spacing both need the same shape; resample it to the volume's grid"
     elif partner.has_spacing != header.has_spacing:

@@ -90,7 +90,7 @@ def latents_digest(autoencoder: StockAutoencoder) -> str:
 def accepted_digests(autoencoder: StockAutoencoder) -> tuple[str, str]:
     """Return the hashes under which stage 2 may have recorded the autoencoder of its latents.
 
-    Older versions recorded all weights instead of those that a latent depends on.
+    With a pixel loss it records all weights, because the decoder matters as well.
     """
     return latents_digest(autoencoder), weights_digest(autoencoder)
 

@@ -90,9 +90,7 @@ class VolumeCodec:
                 is_predicted = type(tensor) is not Tensor
                 is_shown = self.host is not None and self.host.above > 0
                 is_hidden = not is_shown or is_predicted or os.environ.get("RANK", "0") != "0"
-                # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-                options: dict[str, Any] = {"disable": True} if is_hidden else {}
-                bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
+                bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, disable=is_hidden)
                 in_slabs_on_cpu = self._rows and self.precision.device.type == "cpu" and not is_predicted
                 with bar, self.precision.autocast(), freed_at_once() if in_slabs_on_cpu else nullcontext():
                     if self.host is not None:

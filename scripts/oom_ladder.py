@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
     from memory.ladder.walk import config_with_reasons, describe_ladder, walk
     from memory.watch.calibration import corrected
 
-    with ProgressBar(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
+    with ProgressBar(total=1, desc="predicting", unit="rung", leave=False) as bar:
 
         def advance(done: int, total: int, name: str) -> None:
             bar.total, bar.n = total, done  # the total shrinks when rungs turn out not to be needed

@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         channels = given.get("autoencoder.in_channels")
         channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings
         fingerprint = take_fingerprint(_data_settings(given, options.data), given.get("seed", 42), channels)
-        with ProgressBar(desc="predicting", unit="config", disable=options.quiet, leave=False) as bar:
+        with ProgressBar(desc="predicting", unit="config", leave=False) as bar:
             subject = (fingerprint, given, _name(options))
             plan = Planner(*subject, predictor, options.budget_bytes, gpu, correct, bar.update).plan(options.hours)
     print(describe_plan(plan))

@@ -14,10 +14,12 @@ from diffusion.conditioning.kind import Asked
 from evaluation.trained_run import TrainedRun
 from models.controlnet import PREFIX
 from models.weight_files import load_weights, save_weights
+from runtime.processes import Process
 from settings import ConfigError, Settings
 from tests.conditional_run import conditional_config
 from tests.finished_run import run_here, train_ldm
 from tests.support.tiny_config import TINY
+from training.ldm_step import LatentDiffusionStep
 
 LABEL_MAP = "ldm.conditioning.label_map"
 MAPS = [f"{LABEL_MAP}.source=maps", f"{LABEL_MAP}.num_classes=3"]
@@ -142,3 +144,20 @@ def test_without_its_label_map_the_unet_predicts_whatever_dropout_says():
     assert batch.parts["control map"].eq(-1).all()
     with pytest.raises(ConfigError, match="never learns to predict without a condition"):
         settings.with_overrides({"ldm.conditioning.type": "class", "ldm.conditioning.num_classes": 2})
+
+
+def test_the_loss_falls_and_only_the_controlnet_is_trained():
+    settings = SETTINGS.with_overrides({"ldm.training.learning_rate": 1e-2})
+    step = LatentDiffusionStep(settings, Process(torch.device("cpu")), load_weights=False)
+    # At zero, as a new U-Net has it, nothing would get past it.
+    torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1)
+    before = {name: value.clone() for name, value in step.unet.state_dict().items()}
+    batch = step.example_batch(2)
+    torch.manual_seed(0)
+    control = torch.randint(0, 3, batch.condition.parts["control map"].shape).float()
+    batch.condition.parts["control map"].copy_(control)
+    losses = [float(step([batch], number)["diffusion"]) for number in range(40)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), losses
+    for name, value in step.unet.state_dict().items():
+        if not name.startswith(PREFIX):
+            assert torch.equal(value, before[name]), name

@@ -168,7 +168,7 @@ async function pictureOf(set, kind, place) {
   const volume = set.volumes[`${kind}_${place}`];
   if (!volume) return null;
   const bytes = await bytesOf(volume);
-  const title = kind === "sample" ? volume.name || `sample ${place + 1}` : TITLES[kind];
+  const title = kind === "sample" ? volume.name || `sample ${place + 1}` : TITLES[kind] || kind;
   const note = kind === "sample" ? volume.note : [volume.name, volume.note].filter(Boolean).join(", ");
   return { role: kind, title, note, volume, read: (at) => bytes[at], isHeat: false };
 }
@@ -189,7 +189,9 @@ async function columnOf(set, place) {
   }
   const real = placesOf(set, "real"), partner = real.length ? real[place % real.length] : 0;
   const pictures = [];
-  for (const kind of ["labelmap", "volume", "sample", "target", "nearest"]) pictures.push(await pictureOf(set, kind, place));
+  const kinds = new Set(Object.keys(set.volumes).map((name) => name.replace(/_\d+$/, "")));
+  const conditions = [...kinds].filter((kind) => !["sample", "target", "nearest", "real"].includes(kind));
+  for (const kind of [...conditions, "sample", "target", "nearest"]) pictures.push(await pictureOf(set, kind, place));
   return [...pictures, await pictureOf(set, "real", partner)].filter(Boolean);
 }
 
