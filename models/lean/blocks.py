@@ -23,6 +23,7 @@ from models.lean.norm.torch_kernels import Norm
 from models.lean.resampling import DownsampleBlock, InterpolationBlock, Strides, UpsampleBlock
 from models.lean.rows import (
     ComputedRows,
+    DeviceSpace,
     HostVolume,
     NormedRows,
     Remembered,
@@ -124,7 +125,8 @@ class ResidualBlock(LeanBlock):
             convolved = convolved_rows(NormedRows(source, norm1, dtype), weight1, bias1)
             place = x if overwrites else run.place(convolved, "host")
             assert place is not None, "every output has a place"
-            if isinstance(x, ComputedRows) and x.source is not None and spare < size and isinstance(place, Tensor):
+            is_short = isinstance(host, DeviceSpace) and consumes and spare < size
+            if is_short and isinstance(x, ComputedRows) and x.source is not None and isinstance(place, Tensor):
                 num_kept = x.source.move_to_end(place) or num_kept
             around = self._around(source, dtype)
             inner = Statistics(convolved, all_slabs, self.norm2)

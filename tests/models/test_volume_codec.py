@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from memory.predict.emulation import measure_peak
 from memory.predict.tracker import MemoryTracker
 from models import build_autoencoder, volume_codec
 from models.lean.rows import DeviceSpace, HostMemoryError, HostSpace
-from models.volume_codec import VolumeCodec
+from models.volume_codec import VolumeCodec, freed_at_once
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision
 from settings import Settings
@@ -148,6 +150,19 @@ def test_a_decode_keeps_to_its_budget_and_computes_less_twice_where_there_is_roo
     assert tight.peak["device"] < min(3 << 29, 0.25 * whole.peak["device"])
     assert tight.peak["device"] < wide.peak["device"] < 3 << 30
     assert 1.5 * whole.flops.total() > tight.flops.total() > 1.05 * wide.flops.total()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_memory_that_slabs_free_goes_back_to_the_system():
+    def given_back() -> int:
+        blocks, process = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(32)], psutil.Process()
+        before = process.memory_info().rss
+        del blocks[::2]
+        return before - process.memory_info().rss
+
+    with freed_at_once():
+        assert given_back() > 60 << 20
+    assert given_back() < 30 << 20, "training keeps it for its next tensors"
 
 
 def test_progress_is_shown_where_a_volume_passes_through_host_memory(
