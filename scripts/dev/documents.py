@@ -122,18 +122,22 @@ def memory_figure() -> str:
     figure, axes = pyplot.subplots(figsize=(9, 4.7), layout="constrained")
     for gib, name in GPUS.items():
         axes.axhline(gib, color="#d9730d", linewidth=1, linestyle=(0, (3, 3)))
-        axes.text(voxels[0], gib * 1.02, name, color="#b35c00", fontsize=9)
+        place = {"xytext": (-8, 3), "textcoords": "offset points"}
+        axes.annotate(name, (voxels[0], gib), **place, color="#b35c00", fontsize=8.5)
     for variant, (name, colour, style) in LINES.items():
         peaks = {tuple(row["grid"]): row["peak_allocated_bytes"] / 2**30 for row in rows if row["variant"] == variant}
-        if peaks[grids[-1]] > HIGHEST:
-            name += f"\n({peaks[grids[-1]]:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
-        axes.loglog(voxels, [peaks[grid] for grid in grids], style, color=colour, marker="o", label=name)
+        if (last := peaks[grids[-1]]) > HIGHEST:
+            name += f" ({last:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
+        axes.loglog(voxels, [peaks[grid] for grid in grids], style, color=colour, marker="o", markersize=5)
+        place = {"xytext": (24, -3), "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(name, (voxels[-1], min(last, HIGHEST)), **place, color=colour, fontsize=9.5)
     axes.set_xticks(voxels, ["x".join(map(str, grid)) for grid in grids])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="grid of one volume", ylabel="peak of one training step, GiB", ylim=(None, HIGHEST))
-    axes.grid(axis="y")
-    figure.legend(loc="outside right center")
+    axes.grid(axis="y", color="#e3e8ee")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()
