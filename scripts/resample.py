@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("resample")
 
+TOO_LARGE_LABEL = 1 << 24
+"""From here on neighbouring whole numbers are the same in float32."""
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
@@ -91,6 +94,8 @@ def resampled(partner: Path, volume: Path, is_labels: bool) -> tuple[np.ndarray,
         raise FileError(partner, "has values that are not finite; replace them")
     if is_labels and (values != values.round()).any():
         raise FileError(partner, "has values that are not whole numbers; give --kind image")
+    if is_labels and np.abs(values).max() >= TOO_LARGE_LABEL:
+        raise FileError(partner, f"has labels that are not below {TOO_LARGE_LABEL:,}; give them smaller numbers")
     to_partner = np.linalg.inv(header.affine) @ grid.affine
     inside = np.ones(header.shape, np.uint8)
     inside = ndimage.affine_transform(inside, to_partner, output_shape=grid.shape, order=0, mode="grid-constant") > 0
@@ -99,8 +104,9 @@ def resampled(partner: Path, volume: Path, is_labels: bool) -> tuple[np.ndarray,
     # Without this, every other voxel of a partner with voxels half as large would be ignored.
     ratios = np.abs(to_partner[:3, :3]).max(axis=1)
     blur = np.zeros(3) if is_labels else np.maximum(ratios - 1, 0) / 2
-    result = np.full((header.num_channels, *grid.shape), 0 if is_labels else values.min(), np.float32)
+    result = np.empty((header.num_channels, *grid.shape), np.float32)
     for channel, target in zip(values, result, strict=True):
+        target[:] = 0 if is_labels else channel.min()
         smooth = ndimage.gaussian_filter(channel, blur, mode="nearest") if blur.any() else channel
         moved = ndimage.affine_transform(
             smooth, to_partner, output_shape=grid.shape, order=0 if is_labels else 1, mode="nearest"
