@@ -44,6 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Write the partner of each volume on the volume's grid, and print how much of the volume it covers."""
     check_output_folder(options.out)
+    from data.discovery import is_plain_folder
     from data.formats import stem, write_nifti
     from runtime.files import printable
 
@@ -54,6 +55,11 @@ def main(options: argparse.Namespace) -> int:
         raise DataError("--volumes: two volumes differ in the ending of their type alone; rename one of them")
     if read := [target for target in targets.values() if target.resolve() in inputs]:
         raise DataError(f"--out: {printable(read[0])} is one of the input files; give another folder")
+    is_inside = Path(options.out).resolve().is_relative_to(Path(options.volumes).resolve())
+    if is_inside and is_plain_folder(options.volumes):
+        raise DataError(
+            f"--out: {printable(options.out)} lies in --volumes, whose files are all volumes; give another folder"
+        )
     for name, (volume, partner) in ProgressBar(pairs.items(), desc="resampling", unit="volume"):
         voxels, affine, covered = resampled(partner, volume, is_labels=options.kind == "labels")
         write_nifti(targets[name], voxels, affine)
@@ -65,8 +71,11 @@ def pairs_of(volumes: str, partners: str) -> dict[str, tuple[Path, Path]]:
     """Return each volume and its partner by the volume's name; raise `DataError` for volumes without one."""
     from data.discovery import VolumeFile, find
     from data.partners import PartnerSource, find_partners
+    from runtime.files import printable
 
-    if os.path.isfile(volumes) and os.path.isfile(partners) and not partners.lower().endswith(".csv"):
+    if os.path.isfile(volumes) and not volumes.lower().endswith(".json"):
+        if not os.path.isfile(partners) or partners.lower().endswith(".csv"):
+            raise DataError(f"--partners: {printable(partners)} is not one volume, as --volumes is; give two of a kind")
         return {Path(volumes).name: (Path(volumes), Path(partners))}
     files = [VolumeFile(found.path, found.name) for found in find(volumes)[0]]
     problems: list[str] = []

@@ -135,3 +135,21 @@ def test_what_cannot_be_resampled_is_named(folders, capsys):
         given = ["--volumes", "ct/a.nii.gz", "--partners", partner, "--kind", kind, "--out", "out"]
         assert run_here("scripts/resample.py", *given) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("volumes", "partners", "out", "said"),
+    [
+        ("ct/a.nii.gz", "other", "out", "--partners: other is not one volume, as --volumes is"),
+        ("ct/a.nii.gz", "pairs.csv", "out", "--partners: pairs.csv is not one volume, as --volumes is"),
+        ("ct", "other", "ct/labels", "--out: ct/labels lies in --volumes, whose files are all volumes"),
+    ],
+)
+def test_paths_that_do_not_belong_together_are_refused(folders, capsys, volumes, partners, out, said):
+    for name in ("a", "sub/b"):
+        write_nifti(Path("other") / f"{name}.nii.gz", np.ones((1, 10, 12, 8), np.uint8), VOLUME)
+    Path("pairs.csv").write_text("file,partner\na.nii.gz,other/a.nii.gz\n")
+    given = ["--volumes", volumes, "--partners", partners, "--kind", "labels", "--out", out]
+    assert run_here("scripts/resample.py", *given) == 2
+    assert said in capsys.readouterr().err
+    assert not Path(out).exists()
