@@ -183,7 +183,7 @@ for _ in range(20):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_a_process_that_begins_with_slabs_keeps_the_memory_of_later_tensors():
     first, *_, last = map(int, subprocess.check_output([sys.executable, "-c", NEW_PROCESS], cwd=ROOT).split())
-    assert last - first < 2048, "8 MiB have 2048 pages"
+    assert last - first < 5 * 2048, "8 MiB have 2048 pages, and 19 tensors of them follow the first"
 
 
 def test_progress_is_shown_where_a_volume_passes_through_host_memory(
