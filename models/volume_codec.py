@@ -40,6 +40,8 @@ _SLABS_AT_ONCE = 3
 """What the tensors and workspaces of a slab take besides whole volumes: so many slabs in full precision."""
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of mallopt: larger blocks are not taken from the heap. 32 MiB is the most that glibc chooses."""
+_TRIM_THRESHOLD = -1
+"""M_TRIM_THRESHOLD: more free memory than this at the end of the heap goes back. glibc chooses twice the other one."""
 _SLAB_BYTES = 2 * GIB
 """The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
 
@@ -189,6 +191,7 @@ def freed_at_once() -> Iterator[None]:
         yield
     finally:
         set_option(_MMAP_THRESHOLD, 32 << 20)
+        set_option(_TRIM_THRESHOLD, 64 << 20)  # from the first call on glibc leaves it as it is, perhaps at 128 KiB
 
 
 def _fitting_rows(rows: int, most: int) -> int:

@@ -348,7 +348,8 @@ def _check_same_kind(store: dist.Store, device: torch.device, rank: int, world_s
     store.set(f"seen by {rank}", "")
     for other, kind in enumerate(kinds):
         if kind != kinds[0]:
-            store.wait([f"seen by {other}" for other in range(world_size)])  # the store may end with this process
+            if rank == 0:  # the store may end with this process
+                store.wait([f"seen by {other}" for other in range(world_size)])
             found = f"{kinds[0]} on rank 0 and {kind} on rank {other}"
             remedy = "check nvidia-smi on every machine, or set device.type=cpu"
             error = ConfigError([Problem("device.type", found, "", remedy)])

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("resample")
 
+TOO_LARGE_LABEL = 1 << 24
+"""From here on neighbouring whole numbers are the same in float32."""
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
@@ -41,6 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Write the partner of each volume on the volume's grid, and print how much of the volume it covers."""
     check_output_folder(options.out)
+    from data.discovery import is_plain_folder
     from data.formats import stem, write_nifti
     from runtime.files import printable
 
@@ -51,6 +55,11 @@ def main(options: argparse.Namespace) -> int:
         raise DataError("--volumes: two volumes differ in the ending of their type alone; rename one of them")
     if read := [target for target in targets.values() if target.resolve() in inputs]:
         raise DataError(f"--out: {printable(read[0])} is one of the input files; give another folder")
+    is_inside = Path(options.out).resolve().is_relative_to(Path(options.volumes).resolve())
+    if is_inside and is_plain_folder(options.volumes):
+        raise DataError(
+            f"--out: {printable(options.out)} lies in --volumes, whose files are all volumes; give another folder"
+        )
     for name, (volume, partner) in ProgressBar(pairs.items(), desc="resampling", unit="volume"):
         voxels, affine, covered = resampled(partner, volume, is_labels=options.kind == "labels")
         write_nifti(targets[name], voxels, affine)
@@ -62,8 +71,11 @@ def pairs_of(volumes: str, partners: str) -> dict[str, tuple[Path, Path]]:
     """Return each volume and its partner by the volume's name; raise `DataError` for volumes without one."""
     from data.discovery import VolumeFile, find
     from data.partners import PartnerSource, find_partners
+    from runtime.files import printable
 
-    if os.path.isfile(volumes) and os.path.isfile(partners) and not partners.lower().endswith(".csv"):
+    if os.path.isfile(volumes) and not volumes.lower().endswith(".json"):
+        if not os.path.isfile(partners) or partners.lower().endswith(".csv"):
+            raise DataError(f"--partners: {printable(partners)} is not one volume, as --volumes is; give two of a kind")
         return {Path(volumes).name: (Path(volumes), Path(partners))}
     files = [VolumeFile(found.path, found.name) for found in find(volumes)[0]]
     problems: list[str] = []
@@ -91,6 +103,8 @@ def resampled(partner: Path, volume: Path, is_labels: bool) -> tuple[np.ndarray,
         raise FileError(partner, "has values that are not finite; replace them")
     if is_labels and (values != values.round()).any():
         raise FileError(partner, "has values that are not whole numbers; give --kind image")
+    if is_labels and np.abs(values).max() >= TOO_LARGE_LABEL:
+        raise FileError(partner, f"has labels that are not below {TOO_LARGE_LABEL:,}; give them smaller numbers")
     to_partner = np.linalg.inv(header.affine) @ grid.affine
     inside = np.ones(header.shape, np.uint8)
     inside = ndimage.affine_transform(inside, to_partner, output_shape=grid.shape, order=0, mode="grid-constant") > 0
@@ -99,8 +113,9 @@ def resampled(partner: Path, volume: Path, is_labels: bool) -> tuple[np.ndarray,
     # Without this, every other voxel of a partner with voxels half as large would be ignored.
     ratios = np.abs(to_partner[:3, :3]).max(axis=1)
     blur = np.zeros(3) if is_labels else np.maximum(ratios - 1, 0) / 2
-    result = np.full((header.num_channels, *grid.shape), 0 if is_labels else values.min(), np.float32)
+    result = np.empty((header.num_channels, *grid.shape), np.float32)
     for channel, target in zip(values, result, strict=True):
+        target[:] = 0 if is_labels else channel.min()
         smooth = ndimage.gaussian_filter(channel, blur, mode="nearest") if blur.any() else channel
         moved = ndimage.affine_transform(
             smooth, to_partner, output_shape=grid.shape, order=0 if is_labels else 1, mode="nearest"

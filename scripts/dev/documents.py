@@ -122,15 +122,16 @@ def memory_figure() -> str:
     figure, axes = pyplot.subplots(figsize=(9, 4.7), layout="constrained")
     for gib, name in GPUS.items():
         axes.axhline(gib, color="#d9730d", linewidth=1, linestyle=(0, (3, 3)))
-        place = {"xytext": (-8, 3), "textcoords": "offset points"}
-        axes.annotate(name, (voxels[0], gib), **place, color="#b35c00", fontsize=8.5)
+        axes.annotate(name, (voxels[0], gib), (-8, 3), textcoords="offset points", color="#b35c00", fontsize=8.5)
     for variant, (name, colour, style) in LINES.items():
         peaks = {tuple(row["grid"]): row["peak_allocated_bytes"] / 2**30 for row in rows if row["variant"] == variant}
         if (last := peaks[grids[-1]]) > HIGHEST:
             name += f" ({last:,.0f} GiB at {'x'.join(map(str, grids[-1]))})"
         axes.loglog(voxels, [peaks[grid] for grid in grids], style, color=colour, marker="o", markersize=5)
-        place = {"xytext": (24, -3), "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(name, (voxels[-1], min(last, HIGHEST)), **place, color=colour, fontsize=9.5)
+        axes.annotate(
+            name, (voxels[-1], min(last, HIGHEST)), (24, -3), textcoords="offset points", annotation_clip=False,
+            color=colour, fontsize=9.5,
+        )  # fmt: skip
     axes.set_xticks(voxels, ["x".join(map(str, grid)) for grid in grids])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")

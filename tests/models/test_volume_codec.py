@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import subprocess
 import sys
 from unittest import mock
 
@@ -19,6 +20,7 @@ from models.volume_codec import VolumeCodec, freed_at_once
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision
 from settings import Settings
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
 GRID = (32, 16, 16)
@@ -168,6 +170,24 @@ def test_memory_that_slabs_free_goes_back_to_the_system():
     with freed_at_once():
         assert given_back() > 64 << 20
     assert given_back() < 64 << 20, "training keeps it for its next tensors"
+
+
+NEW_PROCESS = """
+import resource, torch
+from models.volume_codec import freed_at_once
+
+with freed_at_once():
+    torch.ones(8 << 20, dtype=torch.uint8)
+for _ in range(20):
+    torch.ones(8 << 20, dtype=torch.uint8)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_a_process_that_begins_with_slabs_keeps_the_memory_of_later_tensors():
+    first, *_, last = map(int, subprocess.check_output([sys.executable, "-c", NEW_PROCESS], cwd=ROOT).split())
+    assert last - first < 5 * 2048, "8 MiB have 2048 pages, and 19 tensors of them follow the first"
 
 
 def test_progress_is_shown_where_a_volume_passes_through_host_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -132,3 +133,11 @@ def test_ranks_of_which_one_has_no_gpu_are_refused_before_they_wait_for_each_oth
     assert first == second
     assert "device.type: cuda on rank 0 and cpu on rank 1; check nvidia-smi" in first
     assert reported + again == [False, True]
+
+
+def test_ranks_that_differ_ask_nothing_of_a_store_that_rank_zero_may_have_ended():
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    store.set("device of 0", "cuda")
+    with pytest.raises(ConfigError, match="cuda on rank 0 and cpu on rank 1"):
+        processes._check_same_kind(store, torch.device("cpu"), 1, 2)

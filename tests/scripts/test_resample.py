@@ -93,6 +93,15 @@ def test_a_partner_on_the_same_grid_is_unchanged_and_a_single_pair_may_be_given(
     assert run_here(*single, "--out", "ct") == 2
 
 
+def test_outside_its_partner_each_channel_of_an_image_has_its_own_lowest_value(folders):
+    image = np.stack([np.linspace(low, 9000, 5 * 12 * 8).reshape(5, 12, 8) for low in (-1000, 7)])
+    write_nifti(Path("petct.nii.gz"), image.astype(np.float32), VOLUME)
+    given = ["--volumes", "ct/a.nii.gz", "--partners", "petct.nii.gz", "--kind", "image", "--out", "out"]
+    assert run_here("scripts/resample.py", *given) == 0
+    outside = nib.load("out/a.nii.gz").get_fdata()[5:]
+    assert [np.unique(outside[..., channel]).tolist() for channel in range(2)] == [[-1000], [7]]
+
+
 def test_finer_voxels_are_averaged_instead_of_skipped(folders):
     stripes = np.where(np.arange(30) % 2, 100, 0).astype(np.float32)
     third = VOLUME @ np.diag([1 / 3, 1, 1, 1])
@@ -112,15 +121,35 @@ def test_what_cannot_be_resampled_is_named(folders, capsys):
     assert "differ in the ending of their type alone" in capsys.readouterr().err
     cases = (
         ("half.nii.gz", "labels", "values that are not whole numbers; give --kind image"),
+        ("large.nii.gz", "labels", "has labels that are not below 16,777,216; give them smaller numbers"),
         ("nan.nii.gz", "image", "values that are not finite"),
         ("array.npy", "image", "stores no spacing and orientation"),
         ("far.nii.gz", "image", "does not overlap with its volume"),
     )
     Path("other/a.nii.gz").rename("half.nii.gz")
     write_nifti(Path("nan.nii.gz"), np.full((1, 8, 8, 8), np.nan, np.float32), VOLUME)
+    write_nifti(Path("large.nii.gz"), np.full((1, 8, 8, 8), 2**24 + 1, np.int32), VOLUME)
     np.save("array.npy", np.ones((10, 12, 8), np.float32))
     write_nifti(Path("far.nii.gz"), np.ones((1, 8, 8, 8), np.float32), affine((1, 1, 1), (900, 0, 0), np.eye(3)))
     for partner, kind, said in cases:
         given = ["--volumes", "ct/a.nii.gz", "--partners", partner, "--kind", kind, "--out", "out"]
         assert run_here("scripts/resample.py", *given) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("volumes", "partners", "out", "said"),
+    [
+        ("ct/a.nii.gz", "other", "out", "--partners: other is not one volume, as --volumes is"),
+        ("ct/a.nii.gz", "pairs.csv", "out", "--partners: pairs.csv is not one volume, as --volumes is"),
+        ("ct", "other", "ct/labels", "--out: ct/labels lies in --volumes, whose files are all volumes"),
+    ],
+)
+def test_paths_that_do_not_belong_together_are_refused(folders, capsys, volumes, partners, out, said):
+    for name in ("a", "sub/b"):
+        write_nifti(Path("other") / f"{name}.nii.gz", np.ones((1, 10, 12, 8), np.uint8), VOLUME)
+    Path("pairs.csv").write_text("file,partner\na.nii.gz,other/a.nii.gz\n")
+    given = ["--volumes", volumes, "--partners", partners, "--kind", "labels", "--out", out]
+    assert run_here("scripts/resample.py", *given) == 2
+    assert said in capsys.readouterr().err
+    assert not Path(out).exists()
