@@ -66,6 +66,7 @@ class VolumeCodec:
         self.slab_rows = self._rows = s.training.slab_rows
         self.num_levels = 1
         self.host: HostSpace | None = None
+        self._how, self._said = "", {""}
         self._host_bytes: int | None = None  # measured once, because torch keeps pinned memory for the next volume
         self.has_slabs = s.implementation == "lean"
 
@@ -90,9 +91,12 @@ class VolumeCodec:
             try:
                 # One block of a volume that is too large for the device can take many seconds.
                 is_predicted = type(tensor) is not Tensor
-                is_shown = self.host is not None and self.host.above > 0
-                is_hidden = not is_shown or is_predicted or os.environ.get("RANK", "0") != "0"
-                bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, disable=is_hidden)
+                if not is_predicted and self._how not in self._said:
+                    self._said.add(self._how)  # once, for many volumes of a size follow one another
+                    log.info(self._how)
+                is_hidden = self.host is None or is_predicted or os.environ.get("RANK", "0") != "0"
+                options = {"leave": False, "disable": is_hidden, "delay": int(isinstance(self.host, DeviceSpace))}
+                bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", **options)
                 in_slabs_on_cpu = self._rows and self.precision.device.type == "cpu" and not is_predicted
                 with bar, self.precision.autocast(), freed_at_once() if in_slabs_on_cpu else nullcontext():
                     if self.host is not None:
@@ -116,7 +120,7 @@ class VolumeCodec:
         Blocks of lower levels run in slabs if they would not fit either. If a level's volume and the next one's would
         not fit, they are to lie in host memory. With `shares_memory`, the smaller of the two can lie in the other's.
         """
-        self.host, self.num_levels = None, 1
+        self.host, self.num_levels, self._how = None, 1, ""
         if not self.has_slabs:
             return
         free, levels = self.available_bytes(), range(len(self.settings.num_channels))
@@ -132,7 +136,7 @@ class VolumeCodec:
         channels = self.settings.num_channels
         volumes = [channels[level] * width * torch.Size(grids[level]).numel() for level in levels]
         pairs = list(zip(volumes, [*volumes[1:], 0], strict=True))
-        most = max(map(sum, pairs))
+        most, size = max(map(sum, pairs)), "x".join(map(str, grid))
         row = max(4 * max(channels[level : level + 2]) * math.prod(grids[level][1:]) for level in levels)
         if max(volumes) <= _HOST_ABOVE or most <= free:
             if self.settings.training.offload_levels:
@@ -141,12 +145,12 @@ class VolumeCodec:
                 most = max(volumes)
             self._rows = _fitting_rows(self.slab_rows, (free - most) // (_SLABS_AT_ONCE * row) - 2)
             self.host = DeviceSpace(max(0, free - _SLABS_AT_ONCE * row * (self._rows + 2)))
+            self._how = f"{size}: in slabs of {self._rows} rows"
             return
         if self._host_bytes is None:
             self._host_bytes = memory_observer().free_host_bytes()
         host, is_pinned = self._host_bytes, self.precision.device.type == "cuda"
         needed = max(sum(host_bytes(each, is_pinned) for each in pair if each > _HOST_ABOVE) for pair in pairs)
-        size = "x".join(map(str, grid))
         if needed > host and most <= self._device_bytes():
             log.warning("%s: %.1f GiB of host memory are too few, so it is computed on the device", size, host / GIB)
             return
@@ -159,7 +163,7 @@ class VolumeCodec:
         slab = _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4)
         self._rows, self.num_levels = _fitting_rows(self.slab_rows, slab // row), len(levels)
         self.host = HostSpace(_HOST_ABOVE, host)
-        log.info("%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self._rows, needed / GIB)
+        self._how = f"{size}: in slabs of {self._rows} rows, through at least {needed / GIB:.1f} GiB of host memory"
 
     def available_bytes(self) -> int:
         """Return the budget, or without one the free memory of the device."""

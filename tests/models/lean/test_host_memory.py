@@ -193,11 +193,12 @@ def test_low_precision_errs_as_on_the_device(variant, dtype):
     assert errors[1] <= 1.5 * errors[0]
 
 
-def test_pixel_loss_has_the_same_gradient_through_levels_in_host_memory():
-    model = network(variant="maisi").double().requires_grad_(False).eval()
+@pytest.mark.parametrize("bottleneck", ["kl", "vq"])
+def test_pixel_loss_has_the_same_gradient_through_levels_in_host_memory(bottleneck):
+    model = network(variant="maisi", bottleneck=bottleneck).double().requires_grad_(False).eval()
     precision = Precision(Settings().with_overrides({"device.mixed_precision": False}).device, torch.device("cpu"))
     loss = PixelLoss(Settings().ldm.training.pixel_loss, model, precision)
-    predicted, clean = torch.randn(2, 2, 3, 3, 2, 2, generator=torch.Generator().manual_seed(3)).double()
+    predicted, clean = torch.randn(2, 2, 3, 3, 5, 2, generator=torch.Generator().manual_seed(3)).double()
     expected = loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0)
     model.offload_levels(2, 3)
     for found, true in zip(loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0), expected, strict=True):
