@@ -24,7 +24,6 @@ from settings import (
     validate,
 )
 from tests.conftest import ROOT
-from tests.finished_run import run_here
 
 
 def write(folder: Path, text: str) -> Path:
@@ -313,12 +312,11 @@ def test_each_value_says_where_it_comes_from(tmp_path):
     assert found["spacing"] == "default"
 
 
-def test_print_config_prints_a_loadable_config_and_stops(tmp_path, monkeypatch, capsys):
+def test_print_config_prints_a_loadable_config_and_stops(tmp_path):
     config = ROOT / "configs" / "quickstart.yaml"
-    monkeypatch.chdir(tmp_path)
-    given = ["--config", str(config), "--print-config", "data.num_workers=2", "--hours", "1"]
-    assert run_here("train_ldm.py", *given) == 0
-    said = capsys.readouterr().out
+    command = [sys.executable, str(ROOT / "train_ldm.py"), "--config", str(config), "--print-config", "--hours", "1"]
+    command.append("data.num_workers=2")
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     (tmp_path / "printed.yaml").write_text(said)
     changes = {"data.num_workers": 2, "ldm.training.max_hours": 1.0}
     assert load_settings(tmp_path / "printed.yaml") == load_settings(config).with_overrides(changes)
